@@ -1,0 +1,1 @@
+"""Reward models, one a file: each a class with a constructor and ``(media, prompts) -> (b,)``; see the README."""

@@ -1,0 +1,189 @@
+"""A config made into the objects of a run; everything that can be refused is refused here, before anything is sampled."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from flowgrpo.adapters import Reference, make_trainable
+from flowgrpo.advantages import ADVANTAGES, Advantage
+from flowgrpo.config import ModelConfig, RewardConfig, RunConfig
+from flowgrpo.data import Geometry, GroupSampler, PromptSet, check_geometry, load_prompts
+from flowgrpo.ema import Ema
+from flowgrpo.objectives import OBJECTIVES
+from flowgrpo.policy import Conditions, Policy
+from flowgrpo.rollout import Dynamics
+from flowgrpo.schedule import SCHEDULES, Grid
+from flowgrpo.scoring import Component, Scorer
+from flowgrpo.signals import SIGNALS, Signal
+from flowgrpo.slots import call_checked, construct, import_object
+from flowgrpo.solvers import SOLVERS, Solver
+from flowgrpo.transitions import TRANSITIONS, Transition
+from flowgrpo.window import WINDOWS, Window
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The objects in the config's slots."""
+
+    schedule: Any
+    window: Window
+    transition: Transition
+    solver: Solver
+    signal: Signal
+    advantage: Advantage
+    objective: Any
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run consists of."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    choices: Choices
+    geometry: Geometry
+    prompts: PromptSet
+    group_sampler: GroupSampler
+    policy: Policy
+    trained: dict[str, nn.Parameter]
+    reference: Reference | None
+    scorer: Scorer
+    optimizer: Optimizer
+    ema: Ema | None
+    grid: Grid
+
+    def dynamics(self, window: range) -> Dynamics:
+        """How a trajectory with this window moves."""
+        c = self.choices
+        return Dynamics(self.grid, window, c.transition, c.solver, c.objective.reduce)
+
+
+def choose(config: RunConfig) -> Choices:
+    """Fill the slots. Raises ValueError for what is unknown or cannot work."""
+    s = config.sampler
+    choices = Choices(
+        schedule=construct(s.schedule, SCHEDULES, "sampler.schedule"),
+        window=construct(s.window, WINDOWS, "sampler.window"),
+        transition=construct(s.transition, TRANSITIONS, "sampler.transition"),
+        solver=construct(s.solver, SOLVERS, "sampler.solver"),
+        signal=construct(config.signal, SIGNALS, "signal"),
+        advantage=construct(config.advantage, ADVANTAGES, "advantage"),
+        objective=construct(config.objective, OBJECTIVES, "objective"),
+    )
+    for iteration in (0, config.iterations - 1):
+        choices.window.at(iteration, s.num_steps, config.seed)
+    _check_together(config, choices)
+    return choices
+
+
+def _check_together(config: RunConfig, choices: Choices) -> None:
+    if getattr(choices.transition, "noise_level", 1) <= 0:
+        raise ValueError(
+            "sampler.transition.noise_level must be above 0 to train: without noise a step has no density and no ratio"
+        )
+    if all(reward.weight == 0 for reward in config.rewards):
+        raise ValueError("rewards: at least one must have a weight above 0, all are monitors; raise one weight")
+    names = [reward.name for reward in config.rewards]
+    if len(set(names)) < len(names):
+        raise ValueError(f"rewards: names must differ, got {names}; rename one")
+    gold = config.evaluation.gold
+    if gold is not None and gold not in names:
+        raise ValueError(f"evaluation.gold={gold!r} must be the name of a reward, one of {names}")
+    if config.model.train == "full" and "lora" in config.model.model_fields_set:
+        raise ValueError("model.lora has no effect with model.train: full; remove it, or set model.train: lora")
+
+
+def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
+    """Load and connect everything. Raises ValueError with one clear line for what does not fit."""
+    choices = choose(config)
+    accelerator = accelerator or Accelerator(mixed_precision="no")
+    geometry = check_geometry(
+        config.prompts_per_iteration, config.group_size, accelerator.num_processes, config.optimizer.updates_per_iteration
+    )
+    prompts = load_prompts(config.prompts.train)
+    if config.prompts.heldout is not None:
+        load_prompts(config.prompts.heldout)
+    group_sampler = GroupSampler(len(prompts), config.prompts_per_iteration, config.seed)
+    scorer = build_scorer(config.rewards, str(accelerator.device))
+    torch.manual_seed(config.seed)  # the adapter's first weights
+    policy = build_policy(config, load_pipeline(config.model), accelerator.device)
+    trained = make_trainable(policy.networks, config.model.train, config.model.lora)
+    optimizer = AdamW(
+        list(trained.values()), lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+    )  # fmt: skip
+    reference = Reference(policy.networks, trained, config.model.train) if choices.objective.needs_reference else None
+    ema = Ema(trained, config.ema.decay) if config.ema.decay is not None else None
+    grid = policy.grid(config.sampler.num_steps, choices.schedule)
+    return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, scorer,
+                 optimizer, ema, grid)  # fmt: skip
+
+
+def load_pipeline(model: ModelConfig) -> Any:
+    """`from_pretrained` of a hub id or a local folder, in the compute type.
+
+    Raises ValueError in one line when there is no such folder or the hub cannot give it.
+    """
+    from diffusers import DiffusionPipeline
+
+    path = Path(model.pipeline)
+    if (path.is_absolute() or model.pipeline.startswith(".")) and not path.is_dir():
+        raise ValueError(f"model.pipeline: the folder {model.pipeline} does not exist; give a diffusers folder or a hub id")
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        raise ValueError(f"model.pipeline: {model.pipeline} has no model_index.json; give a folder that save_pretrained wrote")
+    extra = {name: value for name in ("revision", "variant") if (value := getattr(model, name)) is not None}
+    try:
+        return DiffusionPipeline.from_pretrained(model.pipeline, torch_dtype=DTYPES[model.dtype], **extra)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.pipeline: cannot load {model.pipeline!r}: {reason}") from error
+
+
+def build_policy(config: RunConfig, pipeline: Any, device: torch.device) -> Policy:
+    """The pipeline on its device, with the config's conditions."""
+    pipeline.to(device)
+    s, dtype = config.sampler, DTYPES[config.model.dtype]
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            component.requires_grad_(False).eval()
+    conditions = Conditions(s.guidance_scale, s.negative_prompt, s.height, s.width, s.num_frames, config.model.call)
+    policy = Policy(pipeline, conditions, dtype)
+    if config.model.gradient_checkpointing:
+        for name, network in policy.networks.items():
+            if not getattr(network, "_supports_gradient_checkpointing", False):
+                raise ValueError(f"model.gradient_checkpointing: the {name} has no such switch; set it to false")
+            network.enable_gradient_checkpointing()  # type: ignore[operator]
+    return policy
+
+
+def build_scorer(rewards: list[RewardConfig], device: str) -> Scorer:
+    """The reward models of a config. A model that takes a device and is given none runs beside the policy."""
+    return Scorer([_component(reward, device) for reward in rewards])
+
+
+def _component(reward: RewardConfig, device: str) -> Component:
+    where = f"rewards.{reward.name}"
+    if ":" not in reward.use:
+        raise ValueError(f"{where}.use: must be an import path 'package.module:Name', got {reward.use!r}")
+    factory, args = import_object(reward.use, where), dict(reward.args)
+    if not inspect.isclass(factory):
+        if args:
+            raise ValueError(f"{where}.args: {reward.use} is a function and takes no arguments, got {args}; remove them")
+        return Component(reward.name, factory, reward.weight, reward.batch_size)
+    if "device" in inspect.signature(factory).parameters:
+        args.setdefault("device", device)
+    return Component(reward.name, call_checked(factory, args, f"{where}.args"), reward.weight, reward.batch_size)
+
+
+def plain_values(choices: Choices) -> Mapping[str, str]:
+    """The slots in words, for the plan that is printed."""
+    return {name: repr(getattr(choices, name)) for name in choices.__dataclass_fields__}

@@ -1,0 +1,231 @@
+"""The command line. Heavy imports happen inside the commands, so that help is instant."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+import flowgrpo
+
+if TYPE_CHECKING:
+    from flowgrpo.config import RunConfig
+
+app = typer.Typer(
+    help="Align text-to-image and text-to-video generators with GRPO, through any diffusers pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as sampler.num_steps=10.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    """The `flowgrpo` command; reward models of the folder it is called in can be imported."""
+    sys.path.append(os.getcwd())
+    app()
+
+
+def _show_version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"flowgrpo {flowgrpo.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("train")
+def train_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of that name first.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train as a config says: check, evaluate, train, evaluate again, export."""
+    with _reported(debug):
+        settings = _load(config, overrides)
+        _quiet()
+        from flowgrpo.train import train
+
+        code = train(settings, resume=resume, overwrite=overwrite)
+    raise typer.Exit(code)
+
+
+@app.command("generate")
+def generate_command(
+    pipeline: Annotated[
+        str, typer.Argument(metavar="PIPELINE", help="Hub id or local folder of a diffusers pipeline.")
+    ],
+    prompts: Annotated[Path, typer.Option(help="Prompt file, .txt or .jsonl.")],
+    output: Annotated[Path, typer.Option(help="Folder for the files; what it has already is kept.")],
+    adapter: Annotated[Path | None, typer.Option(help="LoRA folder or file, or a run folder.")] = None,
+    samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: the pipeline's own.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(min=1, help="Classifier-free; default: pipeline's.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="For guidance, unless a prompt has its own.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels; default: the pipeline's own.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels; default: the pipeline's own.")] = None,
+    num_frames: Annotated[int | None, typer.Option(min=1, help="Frames; default: the pipeline's own.")] = None,
+    fps: Annotated[float, typer.Option(help="Frames per second of a film.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed; a sample depends on it, its prompt's number and its own.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in one call; they do not depend on it.")] = 8,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Compute type of the networks.")] = "float32",
+    call: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A further argument of the call.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write pictures or films of a prompt file, with a manifest; a call that was cut off goes on where it stopped."""
+    with _reported(debug):
+        from flowgrpo.data import load_prompts
+
+        prompt_set, arguments = load_prompts(prompts), _call_arguments(call or [])
+        _quiet()
+        from flowgrpo.generate import generate, policy_from
+
+        policy, steps, origin = policy_from(
+            pipeline, adapter, dtype=dtype, num_steps=num_steps, guidance_scale=guidance_scale,
+            negative_prompt=negative_prompt, height=height, width=width, num_frames=num_frames, call=arguments,
+        )  # fmt: skip
+        with _progress("samples", len(prompt_set) * samples_per_prompt) as advance:
+            generate(
+                policy, prompt_set.prompts, output, samples_per_prompt=samples_per_prompt, num_steps=steps, seed=seed,
+                batch_size=batch_size, fps=fps, origin=origin, on_batch=advance,
+            )  # fmt: skip
+        typer.echo(f"{len(prompt_set)} prompts x {samples_per_prompt} in {output}, described in manifest.jsonl")
+
+
+@app.command("evaluate")
+def evaluate_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    tuned: Annotated[
+        Path | None, typer.Option(help="Run folder, LoRA folder or pipeline folder; default: the config's run folder.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file to write; default: evaluation.json beside the trained model.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Compare a trained model with its base on the held-out prompts: same prompts, same start noise."""
+    with _reported(debug):
+        settings = _load(config, overrides)
+        _quiet()
+        from flowgrpo.tuned import compare, heldout_prompts, locate, write
+
+        path = tuned or settings.folder
+        locate(path)
+        num_prompts = len(heldout_prompts(settings))
+        with _progress("base and tuned samples", 2 * num_prompts) as advance:
+            result = compare(settings, path, on_batch=advance)
+        target = output or (path if path.is_dir() else path.parent) / "evaluation.json"
+        write(result, target)
+        _print_rises(result)
+        typer.echo(f"written to {target}")
+
+
+@contextmanager
+def _reported(debug: bool) -> Iterator[None]:
+    """Faults that a user can mend become red lines and exit code 2; anything else is ours and is shown whole."""
+    try:
+        yield
+    except Exception as error:
+        if debug or not _is_the_users(error):
+            raise
+        for line in str(error).splitlines() or [type(error).__name__]:
+            typer.secho(f"error: {line}", fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _is_the_users(error: Exception) -> bool:
+    scoring = sys.modules.get("flowgrpo.scoring")
+    rewards = (scoring.RewardError,) if scoring else ()
+    return isinstance(error, (ValueError, ImportError, OSError, FloatingPointError, *rewards))
+
+
+def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
+    from flowgrpo.config import load_config
+
+    return load_config(path, overrides or [])
+
+
+def _call_arguments(texts: list[str]) -> dict[str, Any]:
+    import yaml
+
+    arguments = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (separator and name):
+            raise ValueError(f"--call must look like key=value (max_sequence_length=256), got {text!r}")
+        arguments[name] = yaml.safe_load(value)
+    return arguments
+
+
+def _quiet() -> None:
+    """Loading bars of other libraries off: the commands show their own progress."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that appears with the first sample, so that nothing stands before an error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    task = progress.add_task(what, total=total)
+
+    def advance(count: int) -> None:
+        progress.start()
+        progress.advance(task, count)
+
+    try:
+        yield advance
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def _print_rises(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    gold = summary["gold"]
+    title = f"{gold['num_prompts']} held-out prompts, {gold['num_captions']} different captions"
+    table = Table(title=title, title_justify="left")
+    for column in ("score", "base", "tuned", "rise", "95 % interval"):
+        table.add_column(column, justify="left" if column == "score" else "right")
+    rows = {f"{name} (gold)" if name == gold["name"] else name: rise for name, rise in summary["rewards"].items()}
+    rows |= {f"{gold['name']}, {kind}": rise for kind, rise in summary["by_kind"].items()}
+    for name, r in rows.items():
+        interval = f"{_number(r['rise_low'], '+.3f')} to {_number(r['rise_high'], '+.3f')}"
+        table.add_row(name, _number(r["base"]), _number(r["tuned"]), _number(r["rise"], "+.3f"), interval)
+    Console().print(table)
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The run's configuration: frozen models, strict YAML, ``key=value`` overrides.
+
+Strings that begin with ``./`` or ``../`` are paths and are resolved against the config file's folder.
+"""
+
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flowgrpo.slots import Slot, nearest
+
+# What other trainers call our settings, for the hint in an error.
+FOREIGN_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "num_generations": "group_size",
+    "max_steps": "iterations",
+    "beta": "objective.kl",
+    "epsilon": "objective.clip_range",
+    "eta": "sampler.transition.noise_level",
+    "num_inference_steps": "sampler.num_steps",
+    "gradient_accumulation_steps": "optimizer.micro_batch_size",
+    "max_grad_norm": "optimizer.max_grad_norm",
+}
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraConfig(Section):
+    rank: Positive = Field(16, description="Rank of the update matrices.")
+    alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="Update scale is alpha / rank; default 2 × rank.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapter, in training only.")
+    targets: list[str] | None = Field(None, description="Module names that get an adapter; default: attention projections.")
+    init: Literal["default", "gaussian"] = Field("gaussian", description="How the first matrix is drawn (the second is 0).")
+
+
+class ModelConfig(Section):
+    pipeline: str = Field(description="Hub id or local folder of any diffusers pipeline.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    variant: str | None = Field(None, description="Weights variant, such as fp16.")
+    train: Literal["lora", "full"] = Field("lora", description="Train an adapter, or the network's own weights.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="The adapter; only with train: lora.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Compute type of the networks. Trained weights, latents and log-probabilities stay float32."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    call: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of the pipeline's call, such as max_sequence_length."
+    )
+
+
+class PromptsConfig(Section):
+    train: str = Field(description="Prompt file to train on (.txt or .jsonl).")
+    heldout: str | None = Field(None, description="Prompt file for evaluation; never trained on.")
+
+
+class SamplerConfig(Section):
+    num_steps: Positive = Field(25, description="Network evaluations per sample (MixGRPO: 25).")
+    guidance_scale: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="Classifier-free guidance in rollout and replay; 1 means no unconditional pass."
+    )
+    negative_prompt: str = Field("", description="Unconditional prompt under guidance, unless a prompt brings its own.")
+    height: Positive | None = Field(None, description="Pixels; default: the pipeline's own.")
+    width: Positive | None = Field(None, description="Pixels; default: the pipeline's own.")
+    num_frames: Positive | None = Field(None, description="Frames of a film; default: the pipeline's own.")
+    schedule: Slot = Field(Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
+    window: Slot = Field(Slot(use="progressive"), description="Stochastic steps: progressive, random, frozen, all.")
+    transition: Slot = Field(Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps.")
+    solver: Slot = Field(Slot(use="euler"), description="Deterministic step outside the window: euler.")
+    group_noise: Literal["shared", "distinct"] = Field(
+        "shared", description="One start noise per group (its prefix is computed once), or one per sample."
+    )
+    batch_size: Positive = Field(32, description="Samples in one pipeline call, per process. Pictures do not depend on it.")
+
+
+class RewardConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")] = Field(description="Name in metrics and summaries.")
+    use: str = Field(description="Import path of the reward model, package.module:Name.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
+    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="Share in the signal; 0 makes it a monitor.")
+    batch_size: Positive = Field(64, description="Samples scored at once.")
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="Learning rate of AdamW (MixGRPO, full weights: 1e-5).")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's decay rates.")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon; gradients are near 1e-3 here.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(1e-4, description="Decoupled weight decay.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to this norm.")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Iterations of linear warm-up.")
+    decay: Fraction = Field(0.0, description="Last share of the run over which the rate falls linearly to 0.")
+    updates_per_iteration: Positive = Field(2, description="Optimizer steps per rollout, each on an equal part of it.")
+    micro_batch_size: Positive = Field(32, description="Samples in one forward and backward pass, per process.")
+
+
+class EmaConfig(Section):
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Averaging of trained weights; off if null.")
+
+
+class EvaluationConfig(Section):
+    num_prompts: Positive | None = Field(None, description="How many held-out prompts; default: all.")
+    every: Annotated[int, Field(ge=0)] = Field(0, description="Iterations between evaluations; 0: only before and after.")
+    watch_prompts: Positive = Field(100, description="Held-out prompts of the evaluations in between.")
+    num_steps: Positive | None = Field(None, description="Steps; default: those of the sampler.")
+    guidance_scale: Annotated[float, Field(ge=1)] | None = Field(None, description="Guidance; default: the sampler's.")
+    batch_size: Positive = Field(100, description="Samples in one pipeline call.")
+    seed: int = Field(20260, description="Seed of the start noise; the same for base and tuned.")
+    gold: str | None = Field(None, description="The reward, by name, that the run is judged by; default: the first.")
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = Field(50, description="Iterations between checkpoints; 0: only when stopped.")
+    keep: Positive = Field(2, description="How many checkpoints stay.")
+
+
+class LoggingConfig(Section):
+    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"], description="Beside metrics.jsonl: tensorboard.")
+    samples_every: Annotated[int, Field(ge=0)] = Field(50, description="Iterations between saved sample sheets; 0: none.")
+
+
+class RunConfig(Section):
+    """Everything a run needs."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(description="Name of the run and of its folder.")
+    output_dir: str = Field("runs", description="Where run folders are made.")
+    seed: int = Field(0, description="Seed of prompts, noise and windows.")
+    iterations: Positive = Field(description="Rollouts, each with its updates.")
+    group_size: Positive = Field(12, description="Samples of one prompt (MixGRPO: 12).")
+    prompts_per_iteration: Positive = Field(description="Different prompts in one rollout, over all processes.")
+    model: ModelConfig
+    prompts: PromptsConfig
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    signal: Slot = Field(Slot(use="standardized_sum"), description="Scores to one number: weighted_sum, standardized_sum.")
+    advantage: Slot = Field(Slot(use="group"), description="Signal to advantage: group, global, none.")
+    objective: Slot = Field(Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    ema: EmaConfig = Field(default_factory=EmaConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output_dir) / self.name
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may not come twice and 1e-4 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"line {node.start_mark.line + 1}: key {key!r} comes twice; keep one")
+        return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file, apply ``a.b=value`` overrides (values are YAML), check everything.
+
+    Raises ValueError with one line per fault: where it is, what must hold, what was got.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: must be a mapping of settings, got {type(raw).__name__}")
+    raw = _resolve_paths(raw, path.resolve().parent)
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw)
+
+
+def parse_config(raw: Mapping[str, Any]) -> RunConfig:
+    """Check a plain mapping. Raises ValueError as `load_config` does."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _resolve_paths(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {k: _resolve_paths(v, folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_resolve_paths(v, folder) for v in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return str((folder / value).resolve())
+    return value
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise ValueError(f"an override must look like key=value (sampler.num_steps=10), got {override!r}")
+    value = _resolve_paths(yaml.load(text, _StrictLoader), Path.cwd())
+    *parents, last = name.split(".")
+    here: Any = raw
+    for part in parents:
+        here = _child(here, part, name)
+        if isinstance(here, str):
+            raise ValueError(f"override {name}: {part!r} is {here!r}; give it as a mapping, {part}={{use: {here}, ...}}")
+    if isinstance(here, list):
+        _child(here, last, name)
+        here[int(last)] = value
+    else:
+        here[last] = value
+
+
+def _child(here: Any, part: str, name: str) -> Any:
+    if isinstance(here, list):
+        if not part.isdigit() or int(part) >= len(here):
+            raise ValueError(f"override {name}: {part!r} must be a position below {len(here)}")
+        return here[int(part)]
+    return here.setdefault(part, {}) if isinstance(here, dict) else here
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        got = "" if error["type"] == "missing" else f", got {error['input']!r}"
+        return f"{where}: {error['msg']}{got}"
+    section = ".".join(str(part) for part in error["loc"][:-1]) or "top level"
+    hint = _hint(str(error["loc"][-1]), error["loc"][:-1])
+    return f"{where}: unknown setting in section {section!r}{hint}"
+
+
+def _hint(word: str, loc: tuple[Any, ...]) -> str:
+    elsewhere = [f"{section}.{word}" for section in RunConfig.model_fields if word in _fields((section,))]
+    if elsewhere:
+        return f"; it belongs to {elsewhere[0]!r}"
+    foreign = difflib.get_close_matches(word, FOREIGN_NAMES, n=1, cutoff=0.8)
+    return f" (here it is called {FOREIGN_NAMES[foreign[0]]!r})" if foreign else nearest(word, _fields(loc))
+
+
+def _fields(loc: tuple[Any, ...]) -> dict[str, Any]:
+    model: Any = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [a for a in (annotation, *_flatten(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not inner:
+            return {}
+        model = inner[0]
+    return model.model_fields
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    return [leaf for a in typing.get_args(annotation) for leaf in (a, *_flatten(a))]

@@ -1,0 +1,105 @@
+"""Noise levels: which sigmas a trajectory visits.
+
+sigma is 1 at noise and 0 at data, x = (1 - sigma) x0 + sigma eps. A grid of n network calls has n + 1 levels, falls strictly
+and ends at exactly 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The levels of a trajectory and the number that the network is given at each.
+
+    Raises ValueError when the levels do not fall strictly from at most 1 to exactly 0, or the lengths disagree.
+    """
+
+    sigmas: tuple[float, ...]  # n + 1 levels
+    timesteps: Tensor  # (n,), in the scheduler's own dtype
+
+    def __post_init__(self) -> None:
+        check_sigmas(self.sigmas)
+        if len(self.timesteps) != self.num_steps:
+            raise ValueError(
+                f"a grid of {self.num_steps} steps needs as many timesteps, got {len(self.timesteps)}; rebuild the grid"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Network calls from the first level to 0."""
+        return len(self.sigmas) - 1
+
+
+def check_sigmas(sigmas: Sequence[float]) -> None:
+    """Raise ValueError unless the levels are a falling sequence in [0, 1] that ends at 0."""
+    if len(sigmas) < 2:
+        raise ValueError(f"a schedule needs at least one step, got levels {list(sigmas)}; set num_steps to 1 or more")
+    falling = all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    if not falling or sigmas[0] > 1 or sigmas[-1] != 0:
+        raise ValueError(f"noise levels must fall strictly from at most 1 to exactly 0, got {list(sigmas)}")
+
+
+def shifted_sigmas(num_steps: int, shift: float = 1.0) -> tuple[float, ...]:
+    """Uniform time u, shifted once towards the noise.
+
+        u_i = 1 - i / n,    sigma_i = shift u_i / (shift u_i + 1 - u_i)
+
+    Source: SD3 (2403.03206) resolution shift, as used by MixGRPO (2507.21802 v7): shift 3 for FLUX, 5 for HunyuanVideo-1.5.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    uniform = [1 - i / num_steps for i in range(num_steps)]
+    return (*(shift * u / (shift * u + (1 - u)) for u in uniform), 0.0)
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Chooses the levels of a run; None stands for the pipeline's own."""
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
+        """The n + 1 levels for n steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The levels that the pipeline's own scheduler picks for this size: training pictures are inference pictures."""
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
+        """None: ask the pipeline."""
+        return None
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """`shifted_sigmas`, whatever the pipeline would do."""
+
+    shift: float = 3.0
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
+        """n + 1 levels."""
+        return shifted_sigmas(num_steps, self.shift)
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Levels written out in the config; their number must fit sampler.num_steps."""
+
+    levels: list[float]
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
+        """The levels as given."""
+        if len(self.levels) != num_steps + 1:
+            raise ValueError(
+                f"sampler.schedule.levels has {len(self.levels)} levels, but sampler.num_steps={num_steps} needs "
+                f"{num_steps + 1} (the last one 0); change one of the two"
+            )
+        check_sigmas(self.levels)
+        return tuple(self.levels)
+
+
+SCHEDULES: Mapping[str, type] = {"pipeline": Pipeline, "shifted": Shifted, "explicit": Explicit}

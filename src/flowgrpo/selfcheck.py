@@ -1,0 +1,95 @@
+"""Checks at the start of a run, on its own pipeline and settings: is the sampler the pipeline's, is the first ratio 1?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo import keys
+from flowgrpo.build import Parts
+from flowgrpo.rollout import Noise, Row, Trajectory, replay, rollout
+from flowgrpo.schedule import Pipeline
+
+PICTURE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of a pixel in [0, 1]
+RATIO_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what was measured, and whether it holds. A `warning` is worth knowing and does not stop the run."""
+
+    name: str
+    passed: bool
+    message: str
+    warning: bool = False
+
+
+def selfcheck(parts: Parts) -> Iterator[Check]:
+    """Run the checks, a few samples each."""
+    yield check_noise_off(parts)
+    trajectory = _probe(parts)
+    yield check_ratio(parts, trajectory)
+    yield check_members_differ(trajectory)
+
+
+def check_noise_off(parts: Parts) -> Check:
+    """Without a window the trajectory must be the pipeline's own picture."""
+    policy, grid = parts.policy, parts.grid
+    prompt = parts.prompts[parts.group_sampler.at(0)[0]]
+    plan = parts.dynamics(range(0)).plan(0, grid.num_steps)
+    _, ours = policy.run([prompt], plan, generators=[keys.generator("check", 0)], decode=True)
+    own = policy.generate([prompt], grid.num_steps, [keys.generator("check", 0)])
+    assert ours is not None
+    gap, name = float((ours - own).abs().max()), type(policy.own_scheduler).__name__
+    message = f"with noise off the picture differs from {name}'s by at most {gap:.1e} of 1"
+    if name != "FlowMatchEulerDiscreteScheduler" or not isinstance(parts.choices.schedule, Pipeline):
+        message += "; another solver or other levels than the pipeline's explain a difference"
+        return Check("noise off", True, message, warning=gap > PICTURE_TOLERANCE[policy.dtype])
+    return Check("noise off", gap <= PICTURE_TOLERANCE[policy.dtype], message)
+
+
+def check_ratio(parts: Parts, trajectory: Trajectory) -> Check:
+    """Before any update the replayed log-probabilities must be those of the rollout."""
+    clip = parts.choices.objective.clip_range
+    gap = max(_gap(parts, trajectory, step) for step in trajectory.dynamics.window)
+    message = f"|log ratio| before the first update is at most {gap:.1e}; clip range {clip:.0e}"
+    if parts.policy.dtype == torch.float32:
+        return Check("ratio 1", gap < RATIO_TOLERANCE, message)
+    if gap > clip / 10:
+        message += (
+            f"; rounding takes a tenth of the band or more: raise objective.clip_range, set "
+            f"optimizer.micro_batch_size={parts.config.sampler.batch_size} as in sampling, or use model.dtype=float32"
+        )
+    return Check("ratio 1", True, message, warning=gap > clip / 10)
+
+
+def check_members_differ(trajectory: Trajectory) -> Check:
+    """Samples of one prompt must differ, else there is nothing to compare."""
+    x0, ids = trajectory.x0.flatten(1), trajectory.group_ids
+    spread = min(float(x0[ids == i].std(0).mean()) for i in ids.unique())
+    return Check("members differ", spread > 0, f"the samples of a prompt differ (mean spread {spread:.2e} in latents)")
+
+
+def _probe(parts: Parts) -> Trajectory:
+    config = parts.config
+    prompts = [parts.prompts[i] for i in parts.group_sampler.at(0)[:2]]
+    rows = [Row(prompt, sample) for prompt in prompts for sample in range(min(config.group_size, 4))]
+    dynamics = parts.dynamics(parts.choices.window.at(0, config.sampler.num_steps, config.seed))
+    noise = Noise(config.seed, 0, shared_start=config.sampler.group_noise == "shared")
+    return rollout(parts.policy, rows, dynamics, noise, config.sampler.batch_size)
+
+
+def _gap(parts: Parts, trajectory: Trajectory, step: int) -> float:
+    old = trajectory.log_probs[:, step - trajectory.dynamics.window.start]
+    size = min(parts.config.optimizer.micro_batch_size, len(old))
+    new: list[Tensor] = []
+    for start in range(0, len(old), size):
+        rows = range(start, min(start + size, len(old)))
+        new.append(replay(parts.policy, trajectory, rows, step, grad=False).log_prob)
+    return float((torch.cat(new) - old).abs().max())
+
+
+def worst(checks: list[Check]) -> Check | None:
+    """The first check that failed."""
+    return next((replace(c) for c in checks if not c.passed), None)

@@ -1,0 +1,232 @@
+"""The loop: prompts, trajectory, scores, signal, advantages, loss, update."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowgrpo import checkpoint
+from flowgrpo.adapters import gradient_norm
+from flowgrpo.build import Parts
+from flowgrpo.data import rank_slice
+from flowgrpo.metrics import Metrics, truncate
+from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
+from flowgrpo.scoring import Scores
+
+
+class Interrupted(Exception):
+    """The run was asked to stop while it was still sampling; nothing of this iteration has been learnt yet."""
+
+
+class Trainer:
+    """Improves a policy, an iteration at a time.
+
+    All randomness is keyed by (seed, iteration), so an iteration depends on nothing but the weights, the optimizer and its
+    number: a resumed run is the same run.
+    """
+
+    def __init__(self, parts: Parts, metrics: Metrics) -> None:
+        self.parts, self.config, self.metrics = parts, parts.config, metrics
+        self.next_iteration = 0
+        self.stop_asked = False
+        self.on_samples: Callable[[int, Trajectory, Scores], None] = lambda *_: None
+        self.weights = torch.tensor([component.weight for component in parts.scorer.components])
+
+    def run(self, until: int, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> bool:
+        """Iterate up to `until`, saving on the way. Returns False when it was stopped early, after saving."""
+        while self.next_iteration < until:
+            try:
+                values = self.iteration(self.next_iteration)
+            except Interrupted:
+                self.save()
+                return False
+            self.next_iteration += 1
+            after(self.next_iteration - 1, values)
+            every = self.config.checkpoint.every
+            stopping = self._agreed_stop() and self.next_iteration < until
+            if stopping or (every and self.next_iteration % every == 0):
+                self.save()
+            if stopping:
+                return False
+        return True
+
+    def iteration(self, k: int) -> dict[str, float]:
+        """One rollout and its updates; returns the iteration's metrics, which are also written."""
+        with self._timed("iteration"):
+            with self._timed("rollout"):
+                trajectory = self.rollout(k)
+            with self._timed("score"):
+                scores = self.parts.scorer(trajectory.media, trajectory.prompts)
+            advantages = self.advantages(scores, trajectory.group_ids)
+            self.on_samples(k, trajectory, scores)
+            self._set_learning_rate(k)
+            with self._timed("update"):
+                for number, rows in enumerate(self._update_slices()):
+                    self.update(trajectory, advantages, rows, first=number == 0)
+        return self._finish(k, trajectory)
+
+    def rollout(self, k: int) -> Trajectory:
+        """This process's share of the iteration's samples."""
+        parts, sampler = self.parts, self.config.sampler
+        prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
+        rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
+        accelerator = parts.accelerator
+        mine = rank_slice(len(rows), accelerator.process_index, accelerator.num_processes)
+        dynamics = parts.dynamics(parts.choices.window.at(k, sampler.num_steps, self.config.seed))
+        noise = Noise(self.config.seed, k, shared_start=sampler.group_noise == "shared")
+        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, sampler.batch_size, self._check_stop)
+
+    def advantages(self, scores: Scores, group_ids: Tensor) -> Tensor:
+        """Advantages of this process's samples, from the statistics of whole groups over all processes."""
+        parts, choices = self.parts, self.parts.choices
+        accelerator = parts.accelerator
+        values, ids = self._gather(scores.values), self._gather(group_ids)
+        signal = choices.signal(values, ids, self.weights)
+        advantages = choices.advantage(signal, ids)
+        self._log_scores(scores.names, values, signal, advantages, ids)
+        mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
+        return advantages[mine.start : mine.stop].to(accelerator.device)
+
+    def update(self, trajectory: Trajectory, advantages: Tensor, rows: range, first: bool) -> None:
+        """One optimizer step on `rows`: gradients are summed over micro-batches and window steps, then averaged."""
+        parts, window = self.parts, trajectory.dynamics.window
+        size = self.config.optimizer.micro_batch_size
+        for start in range(rows.start, rows.stop, size):
+            batch = range(start, min(start + size, rows.stop))
+            for step in window:
+                loss = self.loss(trajectory, advantages, batch, step, first)
+                (loss.sum() / (len(rows) * len(window))).backward()
+        self._average_gradients()
+        norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
+        if not norm < float("inf"):
+            raise FloatingPointError(
+                f"iteration {self.next_iteration}: the gradient is not finite ({norm}); the last checkpoint is untouched: "
+                "resume from it with a lower optimizer.lr or a smaller objective.clip_range"
+            )
+        self.metrics.add("grad_norm", norm)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+        if parts.ema is not None:
+            parts.ema.update()
+
+    def loss(self, trajectory: Trajectory, advantages: Tensor, rows: range, step: int, first: bool) -> Tensor:
+        """Loss of each row at a window step."""
+        objective = self.parts.choices.objective
+        reference = self._reference_score(trajectory, rows, step)
+        new = replay(self.parts.policy, trajectory, rows, step)
+        old = trajectory.log_probs[rows.start : rows.stop, step - trajectory.dynamics.window.start]
+        kl = None
+        if reference is not None:
+            kl = objective.divergence(new.law, new.prediction, reference.law, reference.prediction)
+        loss, stats = objective(new.log_prob, old, advantages[rows.start : rows.stop], kl)
+        self.metrics.update({"loss": loss, **stats, "calls/replay": len(rows)})
+        if first:
+            self.metrics.add("ratio/max_gap", (new.log_prob - old).abs())
+        return loss
+
+    def save(self) -> Path:
+        """Write a checkpoint: weights, optimizer, average, and where the run stands."""
+        parts, root = self.parts, self.config.folder / "checkpoints"
+        folder = root / checkpoint.folder_name(self.next_iteration)
+        if parts.accelerator.is_main_process:
+            tensors, optimizer_state = checkpoint.optimizer_tensors(parts.optimizer, list(parts.trained))
+            groups = {"trained": {n: p.detach() for n, p in parts.trained.items()}, "optimizer": tensors}
+            if parts.ema is not None:
+                groups["ema"] = parts.ema.state_dict()
+            state = {"iteration": self.next_iteration, "optimizer": optimizer_state, "sigmas": parts.grid.sigmas}
+            checkpoint.save(folder, groups, state)
+            checkpoint.prune(root, self.config.checkpoint.keep)
+        parts.accelerator.wait_for_everyone()
+        return folder
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint. Raises ValueError when it does not fit this run."""
+        parts = self.parts
+        tensors, state = checkpoint.load(folder)
+        if tuple(state["sigmas"]) != parts.grid.sigmas:
+            raise ValueError(
+                f"{folder}: the run was on the noise levels {state['sigmas']}, this config gives {parts.grid.sigmas}; "
+                "use the sampler and the diffusers version of the run"
+            )
+        if sorted(tensors["trained"]) != sorted(parts.trained):
+            raise ValueError(f"{folder}: the trained weights have other names than in this config; use the run's own config")
+        with torch.no_grad():
+            for name, parameter in parts.trained.items():
+                parameter.copy_(tensors["trained"][name])
+        checkpoint.restore_optimizer(parts.optimizer, list(parts.trained), tensors["optimizer"], state["optimizer"])
+        if parts.ema is not None:
+            parts.ema.load_state_dict(tensors["ema"])
+        self.next_iteration = state["iteration"]
+        truncate(self.metrics.path, self.next_iteration - 1)
+
+    def _reference_score(self, trajectory: Trajectory, rows: range, step: int) -> StepScore | None:
+        if self.parts.reference is None:
+            return None
+        with self.parts.reference.active():
+            return replay(self.parts.policy, trajectory, rows, step, grad=False)
+
+    def _update_slices(self) -> Iterator[range]:
+        size = self.parts.geometry.samples_per_update
+        for start in range(0, self.parts.geometry.samples_per_process, size):
+            yield range(start, start + size)
+
+    def _average_gradients(self) -> None:
+        accelerator = self.parts.accelerator
+        if accelerator.num_processes > 1:
+            for parameter in self.parts.trained.values():
+                if parameter.grad is not None:
+                    parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
+
+    def _set_learning_rate(self, k: int) -> None:
+        optimizer, total = self.config.optimizer, self.config.iterations
+        warm = min(1.0, (k + 1) / (optimizer.warmup + 1))
+        decay = min(1.0, (total - k) / (optimizer.decay * total)) if optimizer.decay else 1.0
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = optimizer.lr * warm * decay
+        self.metrics.add("lr", optimizer.lr * warm * decay)
+
+    def _gather(self, values: Tensor) -> Tensor:
+        accelerator = self.parts.accelerator
+        if accelerator.num_processes == 1:
+            return values
+        return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
+
+    def _log_scores(self, names: tuple[str, ...], values: Tensor, signal: Tensor, advantages: Tensor, ids: Tensor) -> None:
+        for name, column in zip(names, values.T, strict=True):
+            valid = column[~column.isnan()]
+            self.metrics.add(f"score/{name}/mean", valid.mean())
+            self.metrics.add(f"score/{name}/std", valid.std(correction=0))
+            self.metrics.add(f"score/{name}/missing", column.isnan().sum() / self.parts.accelerator.num_processes)
+        self.metrics.add("signal/mean", signal)
+        spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
+        self.metrics.add("advantage/zero_std_groups", (spread == 0).float())
+        self.metrics.add("advantage/abs_mean", advantages.abs())
+        self.metrics.add("unique_prompts", len(ids.unique()))
+
+    def _finish(self, k: int, trajectory: Trajectory) -> dict[str, float]:
+        window = trajectory.dynamics.window
+        self.metrics.update({"window/first": window.start, "window/last": window.stop - 1,
+                             "samples": len(trajectory.rows), "calls/rollout": trajectory.calls})  # fmt: skip
+        values = self.metrics.reduce(self.parts.accelerator)
+        if self.parts.accelerator.is_main_process:
+            self.metrics.write(k, values)
+        return values
+
+    def _check_stop(self) -> None:
+        if self._agreed_stop():
+            raise Interrupted
+
+    def _agreed_stop(self) -> bool:
+        accelerator = self.parts.accelerator
+        if accelerator.num_processes == 1:
+            return self.stop_asked
+        return bool(self._gather(torch.tensor([self.stop_asked])).any())
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.metrics.add(f"seconds/{name}", time.perf_counter() - start)
