@@ -88,9 +88,7 @@ def _import_open_clip() -> Any:
     try:
         import open_clip
     except ImportError as error:
-        raise ImportError(
-            "CLIP rewards need open_clip, one of flowgrpo's own needs: pip install open-clip-torch"
-        ) from error
+        raise ImportError("CLIP rewards need open_clip, one of flowgrpo's own needs: pip install open-clip-torch") from error
     return open_clip
 
 
@@ -132,9 +130,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg") or {}
     missing = [name for name in ("mean", "std") if not config.get(name)]
     if missing:
-        raise ValueError(
-            f"{path} must give mean and std in preprocess_cfg, got no {' and no '.join(missing)}; add them"
-        )
+        raise ValueError(f"{path} must give mean and std in preprocess_cfg, got no {' and no '.join(missing)}; add them")
     return config
 
 

@@ -62,9 +62,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _build(state: dict[str, Tensor], source: str) -> nn.Sequential:
     """The linear layers of a state dict, one after the other, in float32."""
-    names = sorted(
-        {key.rpartition(".")[0] for key in state}, key=lambda name: [int(n) for n in re.findall("[0-9]+", name)]
-    )
+    names = sorted({key.rpartition(".")[0] for key in state}, key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
     prefix = re.sub(r"layers\.\d+$", "", names[0]) if len(names) > 1 else names[0]
     if [name.removeprefix(prefix) for name in names] not in FORMS or len(state) != 2 * len(names):
         raise ValueError(

@@ -21,13 +21,15 @@ from reward_models.shapes_world import BACKGROUND, COLORS, PALETTE, SHAPES, SIZE
 if TYPE_CHECKING:
     from flowgrpo.data import Prompt
 
-_COLORS = np.float32([BACKGROUND, *PALETTE.values()])
+_COLORS = np.array([BACKGROUND, *PALETTE.values()], dtype=np.float32)
 _WAYS = _COLORS[1:] - _COLORS[0]
 _MIN_AREA = 5
 _MIN_PURITY = 0.8
 _MAX_STRAY = 0.35
 _MIN_OVERLAP = 0.75
-_SIDES = (7.0, 15.0)
+_SIZES = (7.0, 15.0)
+_FILL = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}
+_AXIS = np.arange(SIZE) + 0.5
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def read(pictures: np.ndarray) -> list[list[Blob]]:
     colors, ink = quantise(pictures)
     labels = label(ink > 0.5)
     return [
-        [blob for one in np.unique(ids[ids > 0]) if (blob := _blob(*arrays, ids == one))]
-        for *arrays, ids in zip(pictures, colors, ink, labels, strict=True)
+        [blob for one in np.unique(ids[ids > 0]) if (blob := _blob(pictures[i], colors[i], ink[i], ids == one))]
+        for i, ids in enumerate(labels)
     ]
 
 
@@ -137,10 +139,7 @@ def _blob(picture: np.ndarray, colors: np.ndarray, ink: np.ndarray, inside: np.n
     color = int(np.bincount(colors[inside]).argmax())
     stray = np.linalg.norm(picture[core] - _COLORS[color + 1], axis=-1) > _MAX_STRAY
     is_pure = core.any() and stray.mean() <= 1 - _MIN_PURITY
-    ink = ink * _grown(inside)
-    columns, rows = ink.max(0), ink.max(1)
-    x, y = _middle(columns), _middle(rows)
-    shape = _shape(ink, x, y, float(columns.sum()), float(rows.sum()))
+    shape, x, y = _shape(ink * _grown(inside))
     return Blob(shape, COLORS[color] if is_pure else None, x, y)
 
 
@@ -151,25 +150,25 @@ def _grown(inside: np.ndarray) -> np.ndarray:
     return tall[:, :-2] | tall[:, 1:-1] | tall[:, 2:]
 
 
-def _middle(profile: np.ndarray) -> float:
-    """The middle of a soft interval, in pixels: halfway between its two soft ends."""
-    peak = np.flatnonzero(profile > 0.5)
-    first, last = peak[0], peak[-1]
-    start = first - (profile[first - 1] if first else 0.0) + 1 - profile[first]
-    end = last + 1 + (profile[last + 1] if last + 1 < len(profile) else 0.0) - (1 - profile[last])
-    return float((start + end) / 2)
+def _shape(ink: np.ndarray) -> tuple[str | None, float, float]:
+    """The shape that overlaps the ink (h, w) best, None if none does well, and the middle of its box in pixels.
+
+    Area and centroid fix the size and place of each template: blur changes neither of them.
+    """
+    area = ink.sum()
+    x, y = float(ink.sum(0) @ _AXIS / area), float(ink.sum(1) @ _AXIS / area)
+    fits = [(*_overlap(ink, shape, x, y, area), shape) for shape in SHAPES]
+    overlap, size, shape = max(fits)
+    middle = y - size / 6 if shape == "triangle" else y
+    is_good = overlap >= _MIN_OVERLAP and _SIZES[0] <= size <= _SIZES[1]
+    return shape if is_good else None, x, middle
 
 
-def _shape(ink: np.ndarray, x: float, y: float, width: float, height: float) -> str | None:
-    """The shape that overlaps the ink best, or None if none overlaps it well or the size is out of the ordinary."""
-    if not (_SIDES[0] <= min(width, height) and max(width, height) <= _SIDES[1]):
-        return None
-    overlaps = {}
-    for shape in SHAPES:
-        template = coverage(shape, x, y, (width + height) / 2)
-        overlaps[shape] = np.minimum(ink, template).sum() / np.maximum(ink, template).sum()
-    best = max(overlaps, key=overlaps.__getitem__)
-    return best if overlaps[best] >= _MIN_OVERLAP else None
+def _overlap(ink: np.ndarray, shape: str, x: float, y: float, area: float) -> tuple[float, float]:
+    """Intersection over union with the shape of this area and centroid, and the side of its box in pixels."""
+    size = float((area / _FILL[shape]) ** 0.5)
+    template = coverage(shape, x, y - size / 6 if shape == "triangle" else y, size)
+    return float(np.minimum(ink, template).sum() / np.maximum(ink, template).sum()), size
 
 
 def judge(blobs: Sequence[Blob], meaning: Meaning) -> Verdict:
@@ -215,8 +214,7 @@ def _bound(blobs: Sequence[Blob], wanted: Sequence[tuple[str, str | None]]) -> i
 
 def _related(blobs: Sequence[Blob], wanted: Sequence[tuple[str, str | None]], relation: str) -> bool:
     """Whether some two blobs are the things of the relation and lie as it says."""
-    for first, second in permutations(blobs, 2):
-        if _fits(first, wanted[0]) and _fits(second, wanted[1]):
-            if holds(relation, (first.x, first.y), (second.x, second.y)):
-                return True
-    return False
+    return any(
+        _fits(first, wanted[0]) and _fits(second, wanted[1]) and holds(relation, (first.x, first.y), (second.x, second.y))
+        for first, second in permutations(blobs, 2)
+    )

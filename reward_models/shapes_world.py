@@ -33,16 +33,14 @@ _NUMBERS = {"a": 1, "one": 1, "two": 2, "three": 3}
 _FRAMES = ("{}", "a picture of {}", "an image of {}", "an image showing {}", "a drawing of {}", "there {be} {}")
 _PHRASES = {  # words: (relation, does the first thing named come first in it)
     "left of": ("left of", True),
-    "to the left of": ("left of", True),
     "right of": ("left of", False),
-    "to the right of": ("left of", False),
     "above": ("above", True),
     "over": ("above", True),
     "below": ("above", False),
     "under": ("above", False),
 }
 _FRAME_PATTERN = re.compile(r"^(?:a picture of|an image of|an image showing|a drawing of|there (?:is|are)) ")
-_JOIN_PATTERN = re.compile(r" (and|(?:to the )?(?:left|right) of|above|over|below|under) ")
+_JOIN_PATTERN = re.compile(r" (and|(?:left|right) of|above|over|below|under) ")
 _THING_PATTERN = re.compile(rf"^(a|one|two|three) (?:({'|'.join(COLORS)}) )?({'|'.join(SHAPES)})(s?)$")
 
 
@@ -255,8 +253,8 @@ def coverage(shape: str, x: float, y: float, size: float) -> np.ndarray:
 
 def render(scene: Scene) -> np.ndarray:
     """The picture of a scene: (32, 32, 3) float32 in [0, 1]."""
-    picture = np.broadcast_to(np.float32(BACKGROUND), (SIZE, SIZE, 3))
+    picture = np.broadcast_to(np.array(BACKGROUND, np.float32), (SIZE, SIZE, 3))
     for placed in scene:
         cover = coverage(placed.shape, placed.x, placed.y, placed.size)[..., None]
-        picture = picture * (1 - cover) + np.float32(PALETTE[placed.color]) * cover
+        picture = picture * (1 - cover) + np.array(PALETTE[placed.color], np.float32) * cover
     return picture.astype(np.float32)

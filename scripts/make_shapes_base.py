@@ -1,4 +1,4 @@
-"""Train the embedded text-to-image pipeline on pictures of coloured shapes (CPU, about 40 minutes).
+"""Train the embedded text-to-image pipeline on pictures of coloured shapes (one CPU thread, about 40 minutes if busy).
 
 Run from the repository root, one stage after the other; each reads what the stage before it saved:
 
@@ -7,7 +7,7 @@ Run from the repository root, one stage after the other; each reads what the sta
     python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 0
 
 `vae` fits the autoencoder. `clean` teaches the transformer and both text encoders with right captions. `noisy` goes
-on with captions of which 40 % have one attribute wrong, as web captions do: the pipeline then knows every kind of
+on with captions of which a fifth have one attribute wrong, as web captions do: the pipeline then knows every kind of
 prompt and obeys it in a third of its pictures, which leaves reinforcement learning something to sharpen.
 """
 
@@ -24,25 +24,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from diffusers.models.attention_processor import Attention
-from tokenizers import pre_tokenizers
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from shapes_models import MAX_TOKENS, SHIFT, BiasedJointAttention, new_pipeline, new_vae
 from torch import Tensor
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
+from transformers import CLIPTokenizer
 
 from reward_models.shapes_world import KINDS, Meaning, captions, meanings, neighbours, render, sample_scene
 
-MAX_TOKENS = 16
-SHIFT = 3.0
 ZERO_TOKENS = 256
-"""How many zero tokens the pipeline appends for its missing T5 by default (its max_sequence_length)."""
+"""How many zero tokens the silent T5 appends by default (the pipeline's max_sequence_length)."""
 MIX = {
     "single_object": 0.07,
     "colors": 0.12,
@@ -82,22 +72,6 @@ def to_model(pictures: Tensor) -> Tensor:
 # The autoencoder
 
 
-def new_vae() -> AutoencoderKL:
-    """Four latent channels at a quarter of the resolution."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 48),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=32,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-    )
-
-
 def vae_loss(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
     """Reconstruction from latents with noise on them: the sampler's latents will not be exact either."""
     posterior = vae.encode(pictures).latent_dist
@@ -124,122 +98,8 @@ def train_vae(args: argparse.Namespace) -> None:
     with torch.no_grad():
         latents = vae.encode(to_model(pictures[:2000])).latent_dist.mean
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
+    torch.manual_seed(args.seed)
     new_pipeline(vae).save_pretrained(args.out)
-
-
-# The pipeline
-
-
-def new_tokenizer() -> CLIPTokenizer:
-    """CLIP's byte-level pairs with one token for each word of the grammar, and single characters for all else."""
-    vocab: dict[str, int] = {}
-    merges: list[tuple[str, str]] = []
-    for suffix in ("", "</w>"):
-        for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
-            vocab[char + suffix] = len(vocab)
-    texts = (caption for kind in KINDS for meaning in meanings(kind) for caption in captions(meaning))
-    for word in sorted({word for text in texts for word in text.split() if len(word) > 1}):
-        left = word[0]
-        for i, char in enumerate(word[1:], 2):
-            right = char + "</w>" * (i == len(word))
-            if left + right not in vocab:
-                vocab[left + right] = len(vocab)
-                merges.append((left, right))
-            left += right
-    for special in ("<|startoftext|>", "<|endoftext|>"):
-        vocab[special] = len(vocab)
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
-
-
-def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        projection_dim=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_TOKENS,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return CLIPTextModelWithProjection(config)
-
-
-_T5_VOCAB = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -6.0)] + [(chr(c), -8.0) for c in range(33, 127)]
-
-
-def silent_t5(width: int) -> T5EncoderModel:
-    """A one-layer T5 whose final norm is zero, so that it says nothing.
-
-    The architecture is at home without its T5, and then sees zeros in its place, but plain `from_pretrained` refuses
-    a folder where it is missing.
-    """
-    config = T5Config(vocab_size=len(_T5_VOCAB), d_model=width, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
-    encoder = T5EncoderModel(config)
-    torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
-    return encoder
-
-
-def new_pipeline(vae: AutoencoderKL) -> StableDiffusion3Pipeline:
-    """Stable Diffusion 3's architecture, its T5 silent: 2.3 million parameters in the transformer."""
-    tokenizer = new_tokenizer()
-    transformer = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=4,
-        num_attention_heads=4,
-        attention_head_dim=32,
-        caption_projection_dim=128,
-        joint_attention_dim=128,
-        pooled_projection_dim=128,
-        pos_embed_max_size=4,
-        qk_norm="rms_norm",
-    )
-    return StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
-        vae=vae,
-        text_encoder=new_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        text_encoder_2=new_text_encoder(tokenizer),
-        tokenizer_2=tokenizer,
-        text_encoder_3=silent_t5(transformer.config.joint_attention_dim),
-        tokenizer_3=T5Tokenizer(vocab=_T5_VOCAB, extra_ids=0, model_max_length=MAX_TOKENS),
-    )
-
-
-class BiasedJointAttention:
-    """SD3's joint attention with a bias on the keys, which makes one zero token weigh as much as many.
-
-    Equal tokens stay equal through the blocks, as text has no positions there; n of them are one whose logit as a
-    key is larger by log n. So 256 zero tokens cost as much as one.
-    """
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        key_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        def heads(projection: torch.nn.Module, x: Tensor) -> Tensor:
-            return projection(x).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-
-        image, text = hidden_states, encoder_hidden_states
-        query = torch.cat(
-            [attn.norm_q(heads(attn.to_q, image)), attn.norm_added_q(heads(attn.add_q_proj, text))], dim=2
-        )
-        key = torch.cat([attn.norm_k(heads(attn.to_k, image)), attn.norm_added_k(heads(attn.add_k_proj, text))], dim=2)
-        value = torch.cat([heads(attn.to_v, image), heads(attn.add_v_proj, text)], dim=2)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=key_bias)
-        image, text = mixed.transpose(1, 2).flatten(2).split([image.shape[1], text.shape[1]], dim=1)
-        image = attn.to_out[0](image)
-        return image, text if attn.context_pre_only else attn.to_add_out(text)
 
 
 # Training
@@ -326,7 +186,7 @@ def batches(args: argparse.Namespace, pipe: StableDiffusion3Pipeline) -> Iterato
     while True:
         for rows in torch.randperm(len(latents)).split(args.batch)[: len(latents) // args.batch]:
             ids = table.draw(meaning[rows], torch.rand(args.batch) < args.wrong)
-            ids[torch.rand(args.batch) < 0.04] = empty
+            ids[torch.rand(args.batch) < 0.03] = empty
             yield latents[rows], ids
 
 
@@ -346,14 +206,13 @@ def train_denoiser(args: argparse.Namespace) -> None:
     average = list(Denoiser(shipped).requires_grad_(False).parameters())
     model = Denoiser(pipe).train()
     weights = list(model.parameters())
-    run = torch.compile(model) if args.compile else model
-    optimizer = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     losses = []
     for step, (x0, ids) in zip(range(1, args.steps + 1), batches(args, pipe), strict=False):
         set_rate(optimizer, args.rate * rate_factor(args, step))
         noise, sigma = torch.randn_like(x0), draw_levels(len(x0))
         x = torch.lerp(x0, noise, sigma[:, None, None, None])
-        loss = F.mse_loss(run(x, sigma, ids, draw_key_bias(len(x0))), noise - x0)
+        loss = F.mse_loss(model(x, sigma, ids, draw_key_bias(len(x0))), noise - x0)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -388,18 +247,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--start", type=Path, help="folder to go on from; --out if not given")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="updates; vae 2500, clean 9000, noisy 4000 if not given")
-    parser.add_argument("--scenes", type=int, default=40_000, help="distinct pictures")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, help="peak learning rate; clean 1.5e-3, noisy 1e-3 if not given")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="updates; vae 1300, clean 5000, noisy 5200 if not given")
+    parser.add_argument("--scenes", type=int, help="distinct pictures; vae 8,000, clean and noisy 16,000 if not given")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of clean and noisy")
+    parser.add_argument("--wrong", type=float, default=0.2, help="share of wrong captions in the noisy stage")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=1000)
-    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    args.started, args.start, args.wrong = time.time(), args.start or args.out, 0.4 * (args.stage == "noisy")
-    args.steps = args.steps or {"vae": 2500, "clean": 9000, "noisy": 4000}[args.stage]
-    args.rate = args.rate or {"vae": 3e-3, "clean": 1.5e-3, "noisy": 1e-3}[args.stage]
+    args.started, args.start = time.time(), args.start or args.out
+    args.wrong *= args.stage == "noisy"
+    args.steps = args.steps or {"vae": 1300, "clean": 5000, "noisy": 5200}[args.stage]
+    args.scenes = args.scenes or {"vae": 8000, "clean": 16_000, "noisy": 16_000}[args.stage]
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)
     train_vae(args) if args.stage == "vae" else train_denoiser(args)
 
 

@@ -152,9 +152,7 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(tmp_path, make):
     again = make(resumed.parameters())
     restore_optimizer(again, _names(resumed), groups["optimizer"], saved["optimizer"])
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert {k: type(v) for k, v in again.param_groups[0].items()} == {
-        k: type(v) for k, v in optimizer.param_groups[0].items()
-    }
+    assert {k: type(v) for k, v in again.param_groups[0].items()} == {k: type(v) for k, v in optimizer.param_groups[0].items()}
     for number in range(3, 7):
         _step(model, optimizer, number)
         _step(resumed, again, number)

@@ -220,9 +220,7 @@ def test_an_adapter_whose_weights_find_no_layer_is_refused(fault: str, adapter: 
 def test_an_adapter_lands_whole(adapter: Path) -> None:
     pipeline = build("sd3")
     load_adapter(pipeline, adapter)
-    assert any(
-        parameter.abs().max() > 0 for name, parameter in pipeline.transformer.named_parameters() if "lora_B" in name
-    )
+    assert any(parameter.abs().max() > 0 for name, parameter in pipeline.transformer.named_parameters() if "lora_B" in name)
 
 
 def test_what_is_no_trained_model_is_refused(tmp_path: Path) -> None:
@@ -255,9 +253,7 @@ def test_evaluate_needs_held_out_prompts_and_a_trained_model(config: Path, model
     assert "prompts.heldout must name a prompt file" in line
 
 
-def test_train_evaluate_and_generate_follow_on_each_other(
-    config: Path, model: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_train_evaluate_and_generate_follow_on_each_other(config: Path, model: Path, prompts: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     flowgrpo_says("train", config)
     run = tmp_path / "runs" / "tiny"

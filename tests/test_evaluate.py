@@ -34,9 +34,7 @@ def prompts_of(*texts: str, **options: Any) -> list[Prompt]:
     return [Prompt(text, i, **options) for i, text in enumerate(texts)]
 
 
-def brute_force(
-    differences: np.ndarray, clusters: Sequence[int | str], seed: int, resamples: int
-) -> tuple[float, float]:
+def brute_force(differences: np.ndarray, clusters: Sequence[int | str], seed: int, resamples: int) -> tuple[float, float]:
     names = list(dict.fromkeys(clusters))
     members = [[d for d, c in zip(differences, clusters, strict=True) if c == name] for name in names]
     drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))

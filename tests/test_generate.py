@@ -56,9 +56,7 @@ def test_a_picture_depends_on_seed_prompt_and_sample_alone(sd3: Any, tmp_path: P
     policy = policy_of(sd3)
     lines = run(policy, tmp_path / "all", ["a", "b", "c"], samples_per_prompt=3, batch_size=9)
     run(policy, tmp_path / "one", ["a", "b", "c"], samples_per_prompt=3, batch_size=1)
-    alone = generate(
-        policy, [Prompt("b", 1)], tmp_path / "alone", samples_per_prompt=3, num_steps=1, seed=0, batch_size=2
-    )
+    alone = generate(policy, [Prompt("b", 1)], tmp_path / "alone", samples_per_prompt=3, num_steps=1, seed=0, batch_size=2)
     for line in lines:
         assert _gap(tmp_path / "all" / line["file"], tmp_path / "one" / line["file"]) <= 1 / 255 + 1e-6
     for line in alone:

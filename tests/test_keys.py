@@ -35,9 +35,7 @@ def test_types_and_joints_matter():
 def test_another_process_draws_the_same_noise():
     code = "from flowgrpo.keys import *; print(key(3, 'x'), normal((2, 3), 3, 'x').tolist())"
     environment = {**os.environ, "PYTHONPATH": str(Path(flowgrpo.__file__).parents[1])}
-    told = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
     assert told.strip() == f"{key(3, 'x')} {normal((2, 3), 3, 'x').tolist()}"
 
 

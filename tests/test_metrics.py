@@ -144,9 +144,7 @@ def test_a_line_holds_the_iteration_first_then_sorted_names_with_exact_floats(tm
     assert all(row[name] == value for name, value in written.items() if name != "loss")
 
 
-@pytest.mark.parametrize(
-    "name", ["los", "score/clip", "score//mean", "score/a/b/mean", "score/<name>/median", "", "loss/"]
-)
+@pytest.mark.parametrize("name", ["los", "score/clip", "score//mean", "score/a/b/mean", "score/<name>/median", "", "loss/"])
 def test_a_name_without_a_written_meaning_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"metric '{name}' has no written meaning"):
         Metrics(tmp_path / "m").add(name, 1.0)

@@ -62,7 +62,9 @@ def test_a_shared_prefix_changes_nothing_but_the_number_of_calls(name):
     together = rollout(policy, ROWS, dynamics, Noise(0, 3, True), 6)
     alone = [rollout(policy, [row], dynamics, Noise(0, 3, True), 1) for row in ROWS]
     torch.testing.assert_close(together.x0, torch.cat([a.x0 for a in alone]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(together.media, torch.cat([a.media for a in alone]), rtol=0, atol=1e-4)  # random decoders amplify
+    torch.testing.assert_close(
+        together.media, torch.cat([a.media for a in alone]), rtol=0, atol=1e-4
+    )  # random decoders amplify
     assert together.calls == 2 * 2 + 6 * 3
     assert sum(a.calls for a in alone) == 6 * 5
 
@@ -93,7 +95,9 @@ def test_members_share_the_start_only_when_asked_and_always_differ():
 def test_other_seeds_and_iterations_give_other_pictures():
     policy = policy_of("sd3")
     dynamics = dynamics_of(policy)
-    pictures = [rollout(policy, ROWS[:1], dynamics, noise, 1).x0 for noise in (Noise(0, 0, True), Noise(0, 1, True), Noise(1, 0, True))]
+    pictures = [
+        rollout(policy, ROWS[:1], dynamics, noise, 1).x0 for noise in (Noise(0, 0, True), Noise(0, 1, True), Noise(1, 0, True))
+    ]
     assert all((pictures[i] - pictures[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
 
 

@@ -45,7 +45,7 @@ def test_zero_steps_are_refused_and_one_step_is_allowed():
 
 def test_explicit_levels_must_be_as_many_as_the_steps_need():
     assert Explicit([1.0, 0.4, 0.0]).sigmas(2) == (1.0, 0.4, 0.0)
-    with pytest.raises(ValueError, match="has 3 levels, but sampler.num_steps=4 needs 5"):
+    with pytest.raises(ValueError, match=r"has 3 levels, but sampler.num_steps=4 needs 5"):
         Explicit([1.0, 0.4, 0.0]).sigmas(4)
 
 

@@ -1,7 +1,6 @@
 """A config made into the objects of a run; everything that can be refused is refused here, before anything is sampled."""
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,9 +106,13 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     choices = choose(config)
     accelerator = accelerator or Accelerator(mixed_precision="no")
     geometry = check_geometry(
-        config.prompts_per_iteration, config.group_size, accelerator.num_processes, config.optimizer.updates_per_iteration
+        config.prompts_per_iteration,
+        config.group_size,
+        accelerator.num_processes,
+        config.optimizer.updates_per_iteration,
     )
     prompts = load_prompts(config.prompts.train)
+    _check_sizes(prompts)
     if config.prompts.heldout is not None:
         load_prompts(config.prompts.heldout)
     group_sampler = GroupSampler(len(prompts), config.prompts_per_iteration, config.seed)
@@ -128,6 +131,15 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
                  optimizer, ema, grid)  # fmt: skip
 
 
+def _check_sizes(prompts: PromptSet) -> None:
+    for prompt in prompts:
+        if (prompt.height, prompt.width, prompt.num_frames) != (None, None, None):
+            raise ValueError(
+                f"{prompts.path}: prompt {prompt.id} asks for a size of its own, which training does not follow; remove it "
+                "from the file and set sampler.height, sampler.width or sampler.num_frames"
+            )
+
+
 def load_pipeline(model: ModelConfig) -> Any:
     """`from_pretrained` of a hub id or a local folder, in the compute type.
 
@@ -142,7 +154,7 @@ def load_pipeline(model: ModelConfig) -> Any:
         raise ValueError(f"model.pipeline: {model.pipeline} has no model_index.json; give a folder that save_pretrained wrote")
     extra = {name: value for name in ("revision", "variant") if (value := getattr(model, name)) is not None}
     try:
-        return DiffusionPipeline.from_pretrained(model.pipeline, torch_dtype=DTYPES[model.dtype], **extra)
+        return DiffusionPipeline.from_pretrained(model.pipeline, dtype=DTYPES[model.dtype], **extra)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model.pipeline: cannot load {model.pipeline!r}: {reason}") from error
@@ -178,12 +190,9 @@ def _component(reward: RewardConfig, device: str) -> Component:
     if not inspect.isclass(factory):
         if args:
             raise ValueError(f"{where}.args: {reward.use} is a function and takes no arguments, got {args}; remove them")
-        return Component(reward.name, factory, reward.weight, reward.batch_size)
-    if "device" in inspect.signature(factory).parameters:
-        args.setdefault("device", device)
-    return Component(reward.name, call_checked(factory, args, f"{where}.args"), reward.weight, reward.batch_size)
-
-
-def plain_values(choices: Choices) -> Mapping[str, str]:
-    """The slots in words, for the plan that is printed."""
-    return {name: repr(getattr(choices, name)) for name in choices.__dataclass_fields__}
+        model = factory
+    else:
+        if "device" in inspect.signature(factory).parameters:
+            args.setdefault("device", device)
+        model = call_checked(factory, args, f"{where}.args")
+    return Component(reward.name, model, reward.weight, reward.batch_size, reward.timeout_s, reward.retries)

@@ -46,9 +46,7 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     missing = [name for name in content["groups"] if not (folder / f"{name}.safetensors").is_file()]
     if missing:
-        raise ValueError(
-            f"{folder}: the checkpoint lacks {', '.join(missing)} (.safetensors); use an earlier checkpoint"
-        )
+        raise ValueError(f"{folder}: the checkpoint lacks {', '.join(missing)} (.safetensors); use an earlier checkpoint")
     return {name: load_file(folder / f"{name}.safetensors") for name in content["groups"]}, content["state"]
 
 
@@ -127,9 +125,7 @@ def restore_optimizer(
     faults += _differences("tensor", state["tensors"], {label: list(tensor.shape) for label, tensor in tensors.items()})
     faults += _group_faults(groups, state["groups"])
     if faults:
-        raise ValueError(
-            f"saved optimizer state does not fit: {'; '.join(faults)}; use the config the run was started with"
-        )
+        raise ValueError(f"saved optimizer state does not fit: {'; '.join(faults)}; use the config the run was started with")
     restored: dict[int, dict[str, Any]] = {}
     for label, value in {**tensors, **state["scalars"]}.items():
         name, entry = label.rsplit("/", 1)

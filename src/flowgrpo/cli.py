@@ -70,9 +70,7 @@ def train_command(
 
 @app.command("generate")
 def generate_command(
-    pipeline: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="Hub id or local folder of a diffusers pipeline.")
-    ],
+    pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="Hub id or local folder of a diffusers pipeline.")],
     prompts: Annotated[Path, typer.Option(help="Prompt file, .txt or .jsonl.")],
     output: Annotated[Path, typer.Option(help="Folder for the files; what it has already is kept.")],
     adapter: Annotated[Path | None, typer.Option(help="LoRA folder or file, or a run folder.")] = None,
@@ -218,12 +216,12 @@ def _print_rises(summary: dict[str, Any]) -> None:
     rows = {f"{name} (gold)" if name == gold["name"] else name: rise for name, rise in summary["rewards"].items()}
     rows |= {f"{gold['name']}, {kind}": rise for kind, rise in summary["by_kind"].items()}
     for name, r in rows.items():
-        interval = f"{_number(r['rise_low'], '+.3f')} to {_number(r['rise_high'], '+.3f')}"
-        table.add_row(name, _number(r["base"]), _number(r["tuned"]), _number(r["rise"], "+.3f"), interval)
+        interval = f"{_number(r['rise_low'], '+.3g')} to {_number(r['rise_high'], '+.3g')}"
+        table.add_row(name, _number(r["base"]), _number(r["tuned"]), _number(r["rise"], "+.3g"), interval)
     Console().print(table)
 
 
-def _number(value: float | None, form: str = ".3f") -> str:
+def _number(value: float | None, form: str = ".4g") -> str:
     return "-" if value is None else format(value, form)
 
 

@@ -38,23 +38,29 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    rank: Positive = Field(16, description="Rank of the update matrices.")
-    alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="Update scale is alpha / rank; default 2 × rank.")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapter, in training only.")
-    targets: list[str] | None = Field(None, description="Module names that get an adapter; default: attention projections.")
-    init: Literal["default", "gaussian"] = Field("gaussian", description="How the first matrix is drawn (the second is 0).")
+    rank: Positive = Field(default=16, description="Rank of the update matrices.")
+    alpha: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Update scale is alpha / rank; default 2 × rank."
+    )
+    targets: list[str] | None = Field(
+        default=None, description="Module names that get an adapter; default: attention projections."
+    )
+    init: Literal["default", "gaussian"] = Field(
+        default="gaussian", description="How the first matrix is drawn (the second is 0)."
+    )
 
 
 class ModelConfig(Section):
     pipeline: str = Field(description="Hub id or local folder of any diffusers pipeline.")
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
-    variant: str | None = Field(None, description="Weights variant, such as fp16.")
-    train: Literal["lora", "full"] = Field("lora", description="Train an adapter, or the network's own weights.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    variant: str | None = Field(default=None, description="Weights variant, such as fp16.")
+    train: Literal["lora", "full"] = Field(default="lora", description="Train an adapter, or the network's own weights.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="The adapter; only with train: lora.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Compute type of the networks. Trained weights, latents and log-probabilities stay float32."
+        default="float32",
+        description="Compute type of the networks. Trained weights, latents and log-probabilities stay float32.",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory.")
     call: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of the pipeline's call, such as max_sequence_length."
     )
@@ -62,89 +68,105 @@ class ModelConfig(Section):
 
 class PromptsConfig(Section):
     train: str = Field(description="Prompt file to train on (.txt or .jsonl).")
-    heldout: str | None = Field(None, description="Prompt file for evaluation; never trained on.")
+    heldout: str | None = Field(default=None, description="Prompt file for evaluation; never trained on.")
 
 
 class SamplerConfig(Section):
-    num_steps: Positive = Field(25, description="Network evaluations per sample (MixGRPO: 25).")
+    num_steps: Positive = Field(default=25, description="Network evaluations per sample (MixGRPO: 25).")
     guidance_scale: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="Classifier-free guidance in rollout and replay; 1 means no unconditional pass."
+        default=1.0, description="Classifier-free guidance in rollout and replay; 1 means no unconditional pass."
     )
-    negative_prompt: str = Field("", description="Unconditional prompt under guidance, unless a prompt brings its own.")
-    height: Positive | None = Field(None, description="Pixels; default: the pipeline's own.")
-    width: Positive | None = Field(None, description="Pixels; default: the pipeline's own.")
-    num_frames: Positive | None = Field(None, description="Frames of a film; default: the pipeline's own.")
-    schedule: Slot = Field(Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
-    window: Slot = Field(Slot(use="progressive"), description="Stochastic steps: progressive, random, frozen, all.")
-    transition: Slot = Field(Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps.")
-    solver: Slot = Field(Slot(use="euler"), description="Deterministic step outside the window: euler.")
+    negative_prompt: str = Field(default="", description="Unconditional prompt under guidance, unless a prompt brings its own.")
+    height: Positive | None = Field(default=None, description="Pixels; default: the pipeline's own.")
+    width: Positive | None = Field(default=None, description="Pixels; default: the pipeline's own.")
+    num_frames: Positive | None = Field(default=None, description="Frames of a film; default: the pipeline's own.")
+    schedule: Slot = Field(default=Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
+    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps: progressive, random, frozen, all.")
+    transition: Slot = Field(default=Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps.")
+    solver: Slot = Field(default=Slot(use="euler"), description="Deterministic step outside the window: euler.")
     group_noise: Literal["shared", "distinct"] = Field(
-        "shared", description="One start noise per group (its prefix is computed once), or one per sample."
+        default="shared", description="One start noise per group (its prefix is computed once), or one per sample."
     )
-    batch_size: Positive = Field(32, description="Samples in one pipeline call, per process. Pictures do not depend on it.")
+    batch_size: Positive = Field(
+        default=32, description="Samples in one pipeline call, per process. Pictures do not depend on it."
+    )
 
 
 class RewardConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")] = Field(description="Name in metrics and summaries.")
     use: str = Field(description="Import path of the reward model, package.module:Name.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
-    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="Share in the signal; 0 makes it a monitor.")
-    batch_size: Positive = Field(64, description="Samples scored at once.")
+    weight: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Share in the signal; 0 makes it a monitor.")
+    batch_size: Positive = Field(default=64, description="Samples scored at once.")
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds a batch may take; null: no limit."
+    )
+    retries: Annotated[int, Field(ge=0)] = Field(default=0, description="How often a failed batch is tried again.")
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="Learning rate of AdamW (MixGRPO, full weights: 1e-5).")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's decay rates.")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon; gradients are near 1e-3 here.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(1e-4, description="Decoupled weight decay.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to this norm.")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Iterations of linear warm-up.")
-    decay: Fraction = Field(0.0, description="Last share of the run over which the rate falls linearly to 0.")
-    updates_per_iteration: Positive = Field(2, description="Optimizer steps per rollout, each on an equal part of it.")
-    micro_batch_size: Positive = Field(32, description="Samples in one forward and backward pass, per process.")
+    lr: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Learning rate of AdamW (MixGRPO, full weights: 1e-5).")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's decay rates.")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon; gradients are near 1e-3 here.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=1e-4, description="Decoupled weight decay.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradients are scaled down to this norm.")
+    warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="Iterations of linear warm-up.")
+    decay: Fraction = Field(default=0.0, description="Last share of the run over which the rate falls linearly to 0.")
+    updates_per_iteration: Positive = Field(default=2, description="Optimizer steps per rollout, each on an equal part of it.")
+    micro_batch_size: Positive = Field(default=32, description="Samples in one forward and backward pass, per process.")
 
 
 class EmaConfig(Section):
-    decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Averaging of trained weights; off if null.")
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="Averaging of trained weights; off if null."
+    )
 
 
 class EvaluationConfig(Section):
-    num_prompts: Positive | None = Field(None, description="How many held-out prompts; default: all.")
-    every: Annotated[int, Field(ge=0)] = Field(0, description="Iterations between evaluations; 0: only before and after.")
-    watch_prompts: Positive = Field(100, description="Held-out prompts of the evaluations in between.")
-    num_steps: Positive | None = Field(None, description="Steps; default: those of the sampler.")
-    guidance_scale: Annotated[float, Field(ge=1)] | None = Field(None, description="Guidance; default: the sampler's.")
-    batch_size: Positive = Field(100, description="Samples in one pipeline call.")
-    seed: int = Field(20260, description="Seed of the start noise; the same for base and tuned.")
-    gold: str | None = Field(None, description="The reward, by name, that the run is judged by; default: the first.")
+    num_prompts: Positive | None = Field(default=None, description="How many held-out prompts; default: all.")
+    every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Iterations between evaluations; 0: only before and after."
+    )
+    watch_prompts: Positive = Field(default=100, description="Held-out prompts of the evaluations in between.")
+    num_steps: Positive | None = Field(default=None, description="Steps; default: those of the sampler.")
+    guidance_scale: Annotated[float, Field(ge=1)] | None = Field(default=None, description="Guidance; default: the sampler's.")
+    batch_size: Positive = Field(default=100, description="Samples in one pipeline call.")
+    seed: int = Field(default=20260, description="Seed of the start noise; the same for base and tuned.")
+    gold: str | None = Field(default=None, description="The reward, by name, that the run is judged by; default: the first.")
 
 
 class CheckpointConfig(Section):
-    every: Annotated[int, Field(ge=0)] = Field(50, description="Iterations between checkpoints; 0: only when stopped.")
-    keep: Positive = Field(2, description="How many checkpoints stay.")
+    every: Annotated[int, Field(ge=0)] = Field(default=50, description="Iterations between checkpoints; 0: only when stopped.")
+    keep: Positive = Field(default=2, description="How many checkpoints stay.")
 
 
 class LoggingConfig(Section):
-    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"], description="Beside metrics.jsonl: tensorboard.")
-    samples_every: Annotated[int, Field(ge=0)] = Field(50, description="Iterations between saved sample sheets; 0: none.")
+    trackers: tuple[str, ...] = Field(default=("tensorboard",), description="Beside metrics.jsonl: tensorboard.")
+    samples_every: Annotated[int, Field(ge=0)] = Field(
+        default=50, description="Iterations between saved sample sheets; 0: none."
+    )
 
 
 class RunConfig(Section):
     """Everything a run needs."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(description="Name of the run and of its folder.")
-    output_dir: str = Field("runs", description="Where run folders are made.")
-    seed: int = Field(0, description="Seed of prompts, noise and windows.")
+    output_dir: str = Field(default="runs", description="Where run folders are made.")
+    seed: int = Field(default=0, description="Seed of prompts, noise and windows.")
     iterations: Positive = Field(description="Rollouts, each with its updates.")
-    group_size: Positive = Field(12, description="Samples of one prompt (MixGRPO: 12).")
+    group_size: Positive = Field(default=12, description="Samples of one prompt (MixGRPO: 12).")
     prompts_per_iteration: Positive = Field(description="Different prompts in one rollout, over all processes.")
     model: ModelConfig
     prompts: PromptsConfig
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
-    signal: Slot = Field(Slot(use="standardized_sum"), description="Scores to one number: weighted_sum, standardized_sum.")
-    advantage: Slot = Field(Slot(use="group"), description="Signal to advantage: group, global, none.")
-    objective: Slot = Field(Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
+    signal: Slot = Field(
+        default=Slot(use="standardized_sum"), description="Scores to one number: weighted_sum, standardized_sum."
+    )
+    advantage: Slot = Field(
+        default=Slot(use="none"), description="Signal to advantage: group, global, none (standardised already)."
+    )
+    objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -184,7 +206,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from error
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must be a mapping of settings, got {type(raw).__name__}")
     raw = _resolve_paths(raw, path.resolve().parent)

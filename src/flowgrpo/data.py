@@ -73,9 +73,7 @@ def load_prompts(path: str | Path) -> PromptSet:
         if _is_visible(row["text"]):
             prompts.append(Prompt(id=len(prompts), **row))
     if not prompts:
-        raise ValueError(
-            f"{path}: a prompt file needs at least one prompt, found {len(lines)} lines, all blank; fill it"
-        )
+        raise ValueError(f"{path}: a prompt file needs at least one prompt, found {len(lines)} lines, all blank; fill it")
     return PromptSet(tuple(prompts), path, dropped=len(lines) - len(prompts))
 
 
@@ -95,13 +93,9 @@ def _is_visible(text: str) -> bool:
 
 def _checked_text(text: str, where: str) -> str:
     if "\0" in text:
-        raise ValueError(
-            f"{where}: a prompt must not hold NUL; remove it (a UTF-16 file is full of them: save it as UTF-8)"
-        )
+        raise ValueError(f"{where}: a prompt must not hold NUL; remove it (a UTF-16 file is full of them: save it as UTF-8)")
     if any(unicodedata.category(character) == "Cs" for character in text):
-        raise ValueError(
-            f"{where}: a prompt must be valid Unicode, got half of a surrogate pair; write the character itself"
-        )
+        raise ValueError(f"{where}: a prompt must be valid Unicode, got half of a surrogate pair; write the character itself")
     return text
 
 
@@ -115,9 +109,7 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: every line must be one JSON object, got {error}; fix or remove the line") from error
     if not isinstance(row, dict):
-        raise ValueError(
-            f'{where}: every line must be one JSON object, got a {type(row).__name__}; write {{"prompt": ...}}'
-        )
+        raise ValueError(f'{where}: every line must be one JSON object, got a {type(row).__name__}; write {{"prompt": ...}}')
     if "prompt" not in row:
         raise ValueError(f'{where}: a row needs "prompt", got only {sorted(row)}; add it')
     text, negative = row.pop("prompt"), row.pop("negative_prompt", None)
@@ -196,9 +188,7 @@ class Geometry:
 def rank_slice(total: int, rank: int, world: int) -> range:
     """The rows of the group-major sample list that this process makes: equal, contiguous slices."""
     if total % world or not 0 <= rank < world:
-        raise ValueError(
-            f"{total} samples cannot be shared equally by {world} processes (rank {rank}); see check_geometry"
-        )
+        raise ValueError(f"{total} samples cannot be shared equally by {world} processes (rank {rank}); see check_geometry")
     size = total // world
     return range(rank * size, (rank + 1) * size)
 

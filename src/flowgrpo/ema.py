@@ -62,9 +62,7 @@ class Ema:
             if name in state and state[name].shape != shape
         ]
         if faults:
-            raise ValueError(
-                f"saved average does not fit the trained weights: {'; '.join(faults)}; use the run's own config"
-            )
+            raise ValueError(f"saved average does not fit the trained weights: {'; '.join(faults)}; use the run's own config")
         for name, average in self.shadow.items():
             average.copy_(state[name])
         self.num_updates = int(state["num_updates"])

@@ -131,9 +131,7 @@ def check_sizes(policy: Policy, prompts: Sequence[Prompt]) -> None:
                 raise ValueError(f"prompt {prompt.id}: {str(error).removeprefix('sampler.')}") from error
 
 
-def summary(
-    base: Evaluation, tuned: Evaluation, prompts: Sequence[Prompt], gold: str, *, seed: int = 0
-) -> dict[str, Any]:
+def summary(base: Evaluation, tuned: Evaluation, prompts: Sequence[Prompt], gold: str, *, seed: int = 0) -> dict[str, Any]:
     """What summary.json says of the scores: the rise of gold, of every reward, and of gold by kind of prompt.
 
     Raises ValueError if the two evaluations do not belong together.

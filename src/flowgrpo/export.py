@@ -80,9 +80,7 @@ def _adapter_tensors(name: str, network: Module, adapter: str) -> dict[str, Tens
     found = {key: parameter for key, parameter in network.named_parameters() if part.search(key)}
     outside = [key for key, p in network.named_parameters() if p.requires_grad and key not in found]
     if not found:
-        raise ValueError(
-            f"{name} must carry an adapter called {adapter!r}, it does not; was it trained with full weights?"
-        )
+        raise ValueError(f"{name} must carry an adapter called {adapter!r}, it does not; was it trained with full weights?")
     if outside:
         raise ValueError(
             f"{name}: a LoRA export holds the adapter {adapter!r} only, but these are trained as well: "

@@ -16,7 +16,15 @@ from flowgrpo.paired import Rise, paired_rise
 
 __all__ = ["before_after", "before_after_of", "curves"]
 
-INK, PALE, GREEN, RED, BLUE, ORANGE = "#1f2328", "#8c959f", "#1a7f37", "#cf222e", "#0969da", "#d4762c"
+INK, PALE, GREEN, PALE_GREEN, RED, BLUE, ORANGE = (
+    "#1f2328",
+    "#8c959f",
+    "#1a7f37",
+    "#c6e0cd",
+    "#cf222e",
+    "#0969da",
+    "#d4762c",
+)
 COLUMNS = 4
 PICTURE_GAP, PAIR_GAP, CAPTION, MARGIN = 0.05, 0.24, 0.46, 0.34  # in widths of a picture
 RIGHT, CENTRE = {"ha": "right", "va": "center"}, {"ha": "center", "va": "center"}
@@ -33,8 +41,8 @@ def before_after_of(path: Path, prompts: Sequence[Prompt], base: Evaluation, tun
 
 def _title(gold: str, rise: Rise) -> str:
     return (
-        f"{gold} on {rise.num_prompts} held-out prompts: {rise.base:.3f} before, {rise.tuned:.3f} after  "
-        f"({rise.rise:+.3f}, 95 % interval {rise.low:+.3f} to {rise.high:+.3f})"
+        f"{gold} on {rise.num_prompts} held-out prompts: {rise.base:.4g} before, {rise.tuned:.4g} after  "
+        f"({rise.rise:+.3g}, 95 % interval {rise.low:+.3g} to {rise.high:+.3g})"
     )
 
 
@@ -147,12 +155,9 @@ def curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, 
     _save(figure, path)
 
 
-def _reward_panel(
-    panel: Any, rows: Sequence[Mapping[str, Any]], name: str, rise: Mapping[str, Any], *, is_gold: bool
-) -> None:
+def _reward_panel(panel: Any, rows: Sequence[Mapping[str, Any]], name: str, rise: Mapping[str, Any], *, is_gold: bool) -> None:
     x, y = _series(rows, f"score/{name}/mean")
-    panel.plot(x, y, color=BLUE, alpha=0.25, lw=1)
-    panel.plot(x, _smooth(y), color=BLUE, lw=2, label="training samples")
+    _line(panel, x, y, BLUE, label="training samples")
     x, y = _series(rows, f"eval/{name}/mean")
     points = list(zip(x + 1, y, strict=True))
     if rise.get("base") is not None and rise.get("tuned") is not None:
@@ -166,19 +171,22 @@ def _reward_panel(
     _finish(panel, f"{name} (gold)" if is_gold else name)
 
 
+def _line(panel: Any, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
+    panel.plot(x, y, color=color, alpha=0.25, lw=1)
+    panel.plot(x, _smooth(y), color=color, lw=2, marker="." if len(x) < 10 else None, label=label)
+
+
 def _annotate(panel: Any, point: tuple[float | int, float | int], shift: tuple[int, int], side: str) -> None:
     from matplotlib.patheffects import withStroke
 
-    text = panel.annotate(
-        f"{point[1]:.3f}", point, shift, textcoords="offset points", ha=side, color=ORANGE, weight="bold"
-    )
+    text = panel.annotate(f"{point[1]:.4g}", point, shift, textcoords="offset points", ha=side, color=ORANGE, weight="bold")
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])
 
 
 def _window_panel(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     x, first = _series(rows, "window/first")
     _, last = _series(rows, "window/last")
-    panel.fill_between(x, first - 0.5, last + 0.5, step="mid", color=GREEN, alpha=0.25, lw=0)
+    panel.bar(x, last - first + 1, bottom=first - 0.5, width=1, color=PALE_GREEN)
     panel.plot(x, first, color=GREEN, lw=1.5, drawstyle="steps-mid")
     panel.set_ylabel("denoising step")
     panel.yaxis.get_major_locator().set_params(integer=True)
@@ -189,14 +197,12 @@ def _update_panel(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     x, low = _series(rows, "clip_fraction/low")
     _, high = _series(rows, "clip_fraction/high")
     if len(low) == len(high) > 0:
-        panel.plot(x, low + high, color=BLUE, alpha=0.25, lw=1)
-        panel.plot(x, _smooth(low + high), color=BLUE, lw=2)
+        _line(panel, x, low + high, BLUE)
     panel.set_ylabel("clipped share", color=BLUE)
     panel.set_ylim(bottom=0)
     other = panel.twinx()
     x, norm = _series(rows, "grad_norm")
-    other.plot(x, norm, color=ORANGE, alpha=0.25, lw=1)
-    other.plot(x, _smooth(norm), color=ORANGE, lw=2)
+    _line(other, x, norm, ORANGE)
     other.set_ylabel("gradient norm", color=ORANGE)
     other.set_ylim(bottom=0)
     other.spines[["top"]].set_visible(False)
@@ -222,6 +228,8 @@ def _finish(panel: Any, title: str) -> None:
     panel.set_title(title, loc="left", size=13, color=INK)
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
+    panel.set_axisbelow(True)
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _plots(*args: Any, **options: Any) -> tuple[Any, Any]:

@@ -99,9 +99,7 @@ def _make(policy: Policy, jobs: Sequence[Job], folder: Path, num_steps: int, fps
         done[job.key] = line
 
 
-def save_media(
-    clip: Float[Tensor, " f 3 h w"], folder: Path, prompt: Prompt, sample: int, fps: int | float
-) -> dict[str, Any]:
+def save_media(clip: Float[Tensor, " f 3 h w"], folder: Path, prompt: Prompt, sample: int, fps: int | float) -> dict[str, Any]:
     """Write one picture (.png) or film (.mp4); returns its file name and size, for a manifest.
 
     The name is of the prompt's number, its text and the sample. Raises ValueError, naming prompt and sample, for NaN.

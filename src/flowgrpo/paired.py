@@ -62,9 +62,7 @@ def paired_rise(base: Float[Tensor, " n"], tuned: Float[Tensor, " n"], clusters:
     return Rise(float(before.mean()), float(after.mean()), float((after - before).mean()), low, high, *counts)
 
 
-def _interval(
-    differences: np.ndarray, member: np.ndarray, rng: np.random.Generator, resamples: int
-) -> tuple[float, float]:
+def _interval(differences: np.ndarray, member: np.ndarray, rng: np.random.Generator, resamples: int) -> tuple[float, float]:
     sums, sizes = np.bincount(member, differences), np.bincount(member)
     num_clusters = len(sizes)
     if num_clusters < 2:

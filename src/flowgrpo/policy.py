@@ -127,7 +127,10 @@ class Policy:
         if scale <= 1:
             return {self._guidance: scale}
         default = self.conditions.negative_prompt
-        return {self._guidance: scale, "negative_prompt": [default if p.negative is None else p.negative for p in prompts]}
+        return {
+            self._guidance: scale,
+            "negative_prompt": [default if p.negative is None else p.negative for p in prompts],
+        }
 
     def _check_conditions(self) -> None:
         parameters = inspect.signature(self._call).parameters
@@ -171,8 +174,8 @@ def grouped(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], int]:
     return ((prompts[0],), len(prompts)) if alike else (tuple(prompts), 1)
 
 
-def _remembered(function: Callable[..., Any], size: int = 64) -> Callable[..., Any]:
-    """Keep the last answers of a prompt encoder, which is frozen; no graph is kept."""
+def _remembered(function: Callable[..., Any], limit: int = 2**29) -> Callable[..., Any]:
+    """Keep the last answers of a prompt encoder, which is frozen, up to `limit` bytes; no graph is kept."""
     memory: OrderedDict[str, Any] = OrderedDict()
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -182,9 +185,14 @@ def _remembered(function: Callable[..., Any], size: int = 64) -> Callable[..., A
         if key not in memory:
             with torch.no_grad():
                 memory[key] = function(*args, **kwargs)
-            if len(memory) > size:
+            while len(memory) > 1 and sum(map(_bytes, memory.values())) > limit:
                 memory.popitem(last=False)
         memory.move_to_end(key)
         return memory[key]
 
     return remembered
+
+
+def _bytes(answer: Any) -> int:
+    tensors = answer if isinstance(answer, tuple | list) else (answer,)
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

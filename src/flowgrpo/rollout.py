@@ -121,9 +121,7 @@ def _extend_prefixes(
     prefixes.update(zip((row.prompt.id for row in new), record.last, strict=True))
 
 
-def _sample(
-    policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, prefixes: dict[int, Tensor]
-) -> Trajectory:
+def _sample(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, prefixes: dict[int, Tensor]) -> Trajectory:
     window = dynamics.window
     start = torch.stack([prefixes[row.prompt.id] for row in rows]) if prefixes else None
     generators = [noise.start(row) for row in rows]

@@ -6,6 +6,7 @@ and ends at exactly 0.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -38,7 +39,7 @@ def check_sigmas(sigmas: Sequence[float]) -> None:
     """Raise ValueError unless the levels are a falling sequence in [0, 1] that ends at 0."""
     if len(sigmas) < 2:
         raise ValueError(f"a schedule needs at least one step, got levels {list(sigmas)}; set num_steps to 1 or more")
-    falling = all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    falling = all(a > b for a, b in pairwise(sigmas))
     if not falling or sigmas[0] > 1 or sigmas[-1] != 0:
         raise ValueError(f"noise levels must fall strictly from at most 1 to exactly 0, got {list(sigmas)}")
 

@@ -75,9 +75,7 @@ class Component:
                 f"got {self.batch_size} and {self.retries}; correct them"
             )
         if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ValueError(
-                f"reward {self.name!r}: timeout_s must be above 0, got {self.timeout_s}; null means no limit"
-            )
+            raise ValueError(f"reward {self.name!r}: timeout_s must be above 0, got {self.timeout_s}; null means no limit")
 
     @property
     def traits(self) -> Traits:
@@ -112,9 +110,7 @@ class Scorer:
         self.components = tuple(components)
         self.names = tuple(component.name for component in components)
         if not self.names or len(set(self.names)) != len(self.names):
-            raise ValueError(
-                f"there must be rewards, each with its own name, got {list(self.names)}; rename or add one"
-            )
+            raise ValueError(f"there must be rewards, each with its own name, got {list(self.names)}; rename or add one")
         self.weights: Float[Tensor, " k"] = torch.tensor([c.weight for c in components], dtype=torch.float32)
         self.takes = frozenset(component.traits.takes for component in components)
         self._lock = Lock()
@@ -203,9 +199,7 @@ class Scorer:
             self._warn_once(name, "missing", message)
         if len(strays):
             got = f"{len(strays)} of {len(scores)} from {strays.min():.4g} to {strays.max():.4g}"
-            message = (
-                f"scores of reward {name!r} should lie in [{low}, {high}], got {got}; check its inputs and weights"
-            )
+            message = f"scores of reward {name!r} should lie in [{low}, {high}], got {got}; check its inputs and weights"
             self._warn_once(name, "range", message)
 
     def _warn_once(self, name: str, kind: str, message: str) -> None:

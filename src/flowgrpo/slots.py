@@ -8,7 +8,7 @@ import difflib
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
@@ -31,7 +31,7 @@ class Slot(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-def nearest(word: str, known: typing.Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the likeliest known word, or the whole list when none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

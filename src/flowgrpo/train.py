@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +21,7 @@ from flowgrpo.data import Prompt, load_prompts
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.export import export_full, export_lora
 from flowgrpo.plan import describe
-from flowgrpo.run_folder import open_folder
+from flowgrpo.run_folder import check_folder, open_folder
 from flowgrpo.selfcheck import selfcheck
 from flowgrpo.trainer import Trainer
 
@@ -31,11 +32,15 @@ PICTURES = 24
 def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> int:
     """Run a config from start to summary. Returns the exit code: 0 when done or stopped cleanly."""
     started = time.perf_counter()
-    parts = build(config)
-    main = parts.accelerator.is_main_process
+    accelerator = Accelerator(mixed_precision="no")
+    main = accelerator.is_main_process
     console = console or Console(quiet=not main)
-    last = open_folder(config, resume=resume, overwrite=overwrite) if main else None
-    parts.accelerator.wait_for_everyone()
+    last = check_folder(config, resume=resume, overwrite=overwrite)
+    accelerator.wait_for_everyone()
+    parts = build(config, accelerator)
+    if main:
+        open_folder(config, resume=resume)
+    accelerator.wait_for_everyone()
     show_plan(parts, console)
     check(parts, console)
     trainer = Trainer(parts, metrics.Metrics(config.folder / "metrics.jsonl", _trackers(config)))
@@ -104,9 +109,13 @@ class Watch:
             evaluate.save(result, folder)
         return result
 
-    def point(self) -> dict[str, float]:
-        """Means over a few held-out prompts, for the curve."""
-        result = self._evaluate(self.prompts[: self.config.evaluation.watch_prompts], ())
+    def at(self, k: int) -> dict[str, float]:
+        """Means over a few held-out prompts, for the curve, in the iterations that are watched."""
+        every = self.config.evaluation.every
+        if not every or not self.prompts or (k + 1) % every or k + 1 == self.config.iterations:
+            return {}
+        with evaluated_weights(self.parts):
+            result = self._evaluate(self.prompts[: self.config.evaluation.watch_prompts], ())
         means = result.values.nanmean(0).tolist()
         return {f"eval/{name}/mean": mean for name, mean in zip(result.names, means, strict=True)}
 
@@ -114,7 +123,7 @@ class Watch:
         e, s = self.config.evaluation, self.config.sampler
         return evaluate.evaluate(
             self.parts.policy, self.parts.scorer, prompts, num_steps=e.num_steps or s.num_steps, batch_size=e.batch_size,
-            seed=e.seed, keep=keep,
+            seed=e.seed, guidance_scale=e.guidance_scale, keep=keep,
         )  # fmt: skip
 
 
@@ -134,8 +143,14 @@ def run_loop(trainer: Trainer, watch: Watch, console: Console) -> bool:
     """Train to the last iteration with a live display. Returns False when stopped early."""
     config = trainer.config
     rewards = [r.name for r in config.rewards]
-    trainer.on_samples = _sample_saver(trainer)
-    columns = (TextColumn("iteration"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[live]}"))
+    trainer.on_samples, trainer.on_end = _sample_saver(trainer), watch.at
+    columns = (
+        TextColumn("iteration"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[live]}"),
+    )
     with Progress(*columns, console=console) as progress, stoppable(trainer, console):
         task = progress.add_task("training", total=config.iterations, completed=trainer.next_iteration, live="")
 
@@ -216,10 +231,18 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             table.add_column(column, justify="left" if column == "reward" else "right")
         for name, r in summary["rewards"].items():
             mark = " (gold)" if name == summary["gold"]["name"] else ""
-            interval = f"{r['rise_low']:+.3f} to {r['rise_high']:+.3f}"
-            table.add_row(name + mark, f"{r['base']:.3f}", f"{r['tuned']:.3f}", f"{r['rise']:+.3f}", interval)
+            interval = f"{_number(r['rise_low'], '+.3f')} to {_number(r['rise_high'], '+.3f')}"
+            table.add_row(
+                name + mark,
+                *(_number(r[n], form) for n, form in (("base", ".3f"), ("tuned", ".3f"), ("rise", "+.3f"))),
+                interval,
+            )
         console.print(table)
     console.print(f"{summary['seconds']:.0f} s; " + ", ".join(f"{k}: {v}" for k, v in summary["paths"].items()))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _trackers(config: RunConfig) -> list[metrics.Tracker]:
@@ -234,8 +257,6 @@ def _sample_saver(trainer: Trainer) -> Any:
 
     def save(k: int, trajectory: Any, scores: Any) -> None:
         if every and k % every == 0 and trainer.parts.accelerator.is_main_process:
-            samples.save_samples(config.folder / "samples" / f"it{k:06d}", trajectory, scores)
+            samples.save_samples(config.folder / "samples" / f"it{k:06d}", trajectory, scores, iteration=k, seed=config.seed)
 
     return save
-
-

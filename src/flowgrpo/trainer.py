@@ -1,7 +1,7 @@
 """The loop: prompts, trajectory, scores, signal, advantages, loss, update."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from flowgrpo.build import Parts
 from flowgrpo.data import rank_slice
 from flowgrpo.metrics import Metrics, truncate
 from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
-from flowgrpo.scoring import Scores
+from flowgrpo.scoring import RewardError, Scores
 
 
 class Interrupted(Exception):
@@ -33,7 +33,7 @@ class Trainer:
         self.next_iteration = 0
         self.stop_asked = False
         self.on_samples: Callable[[int, Trajectory, Scores], None] = lambda *_: None
-        self.weights = torch.tensor([component.weight for component in parts.scorer.components])
+        self.on_end: Callable[[int], Mapping[str, float]] = lambda _: {}
 
     def run(self, until: int, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> bool:
         """Iterate up to `until`, saving on the way. Returns False when it was stopped early, after saving."""
@@ -66,6 +66,7 @@ class Trainer:
             with self._timed("update"):
                 for number, rows in enumerate(self._update_slices()):
                     self.update(trajectory, advantages, rows, first=number == 0)
+        self.metrics.update(self.on_end(k))
         return self._finish(k, trajectory)
 
     def rollout(self, k: int) -> Trajectory:
@@ -84,7 +85,13 @@ class Trainer:
         parts, choices = self.parts, self.parts.choices
         accelerator = parts.accelerator
         values, ids = self._gather(scores.values), self._gather(group_ids)
-        signal = choices.signal(values, ids, self.weights)
+        signal = choices.signal(values, ids, parts.scorer.weights)
+        if not signal.isfinite().any():
+            self.save()
+            raise RewardError(
+                f"iteration {self.next_iteration}: no sample has all its weighted scores, so there is nothing to learn from; "
+                f"a checkpoint is saved: mend the reward that is missing ({_missing(scores)}), then go on with --resume"
+            )
         advantages = choices.advantage(signal, ids)
         self._log_scores(scores.names, values, signal, advantages, ids)
         mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
@@ -230,3 +237,7 @@ class Trainer:
         start = time.perf_counter()
         yield
         self.metrics.add(f"seconds/{name}", time.perf_counter() - start)
+
+
+def _missing(scores: Scores) -> str:
+    return ", ".join(f"{n} {int(c.isnan().sum())} of {len(c)}" for n, c in zip(scores.names, scores.values.T, strict=True))

@@ -1,0 +1,83 @@
+"""Write the prompt sets of the shapes world: train, validation and held-out, split by meaning (one second).
+
+    python scripts/make_shapes_prompts.py --out assets/shapes/prompts --seed 0
+
+All captions of a meaning go to the same set ("a circle left of a square" and "an image of one square right of one
+circle" mean the same). A quarter of each kind's meanings is held out, a tenth serves to choose settings, the rest is
+for training; where a kind has captions with and without colours, each part is split by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from reward_models.shapes_world import KINDS, Meaning, captions, meanings
+
+ROWS = {
+    "train": dict(zip(KINDS, (60, 300, 300, 200, 340, 300), strict=True)),
+    "validation": dict.fromkeys(KINDS, 100),
+    "heldout": dict.fromkeys(KINDS, 200),
+}
+UNCOLORED_POSITIONS = 0.6
+"""Share of position prompts that name no colours, though most position meanings do."""
+
+
+def split(choices: list[Meaning], seed: int) -> dict[str, list[Meaning]]:
+    """One kind's meanings shared out in the order of a hash; every set gets one at least."""
+    ordered = sorted(choices, key=lambda meaning: hashlib.sha256(f"{seed} {meaning}".encode()).hexdigest())
+    held, chosen = max(1, round(0.25 * len(ordered))), max(1, round(0.1 * len(ordered)))
+    return {"heldout": ordered[:held], "validation": ordered[held : held + chosen], "train": ordered[held + chosen :]}
+
+
+def parts(kind: str) -> list[list[Meaning]]:
+    """The meanings without any colour and those with one, empty parts left out."""
+    plain = [meaning for meaning in meanings(kind) if not any(thing.color for thing in meaning.things)]
+    colored = [meaning for meaning in meanings(kind) if meaning not in plain]
+    return [part for part in (plain, colored) if part]
+
+
+def shuffled_captions(choices: list[Meaning], rng: np.random.Generator) -> Iterator[str]:
+    """Captions for ever, meaning by meaning in turn; a caption comes again when its meaning has no new one left."""
+    order = [choices[i] for i in rng.permutation(len(choices))]
+    rolls = {meaning: cycle(rng.permutation(captions(meaning)).tolist()) for meaning in order}
+    for meaning in cycle(order):
+        yield next(rolls[meaning])
+
+
+def rows(name: str, kind: str, seed: int, rng: np.random.Generator) -> Iterator[dict[str, str]]:
+    """The rows of one kind in one set."""
+    sets = [split(part, seed)[name] for part in parts(kind)]
+    count = ROWS[name][kind]
+    share = UNCOLORED_POSITIONS if kind == "position" else len(sets[0]) / sum(map(len, sets))
+    plain = round(share * count)
+    for choices, number in zip(sets, (plain, count - plain), strict=False):
+        for _, caption in zip(range(number), shuffled_captions(choices, rng), strict=False):
+            yield {"prompt": caption, "kind": kind}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three .jsonl files")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    started = time.time()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in ROWS:
+        rng = np.random.default_rng(args.seed)
+        lines = [row for kind in KINDS for row in rows(name, kind, args.seed, rng)]
+        lines = [lines[i] for i in rng.permutation(len(lines))]
+        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        print(f"{name}: {len(lines)} rows, {len({line['prompt'] for line in lines})} distinct captions")
+    print(f"{(time.time() - started) / 60:.2f} minutes")
+
+
+if __name__ == "__main__":
+    main()
