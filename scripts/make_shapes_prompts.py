@@ -1,10 +1,12 @@
-"""Write the prompt sets of the shapes world: train, validation and held-out, split by meaning (one second).
+"""Write the prompt sets of the shapes world: train, validation and held-out, disjoint (one second).
 
     python scripts/make_shapes_prompts.py --out assets/shapes/prompts --seed 0
 
 All captions of a meaning go to the same set ("a circle left of a square" and "an image of one square right of one
 circle" mean the same). A quarter of each kind's meanings is held out, a tenth serves to choose settings, the rest is
-for training; where a kind has captions with and without colours, each part is split by itself.
+for training; where a kind has captions with and without colours, each part is split by itself. Single objects have only
+three meanings: there the captions of each meaning are shared out instead. Held-out prompts come evenly from the six
+kinds; training prompts come more often from the kinds that the base is between failing and passing.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from reward_models.shapes_world import KINDS, Meaning, captions, meanings
 
 ROWS = {
-    "train": dict(zip(KINDS, (60, 300, 300, 200, 340, 300), strict=True)),
+    "train": dict(zip(KINDS, (200, 300, 350, 350, 150, 150), strict=True)),
     "validation": dict.fromkeys(KINDS, 100),
     "heldout": dict.fromkeys(KINDS, 200),
 }
@@ -30,9 +33,9 @@ UNCOLORED_POSITIONS = 0.6
 """Share of position prompts that name no colours, though most position meanings do."""
 
 
-def split(choices: list[Meaning], seed: int) -> dict[str, list[Meaning]]:
-    """One kind's meanings shared out in the order of a hash; every set gets one at least."""
-    ordered = sorted(choices, key=lambda meaning: hashlib.sha256(f"{seed} {meaning}".encode()).hexdigest())
+def split(choices: Sequence[Any], seed: int) -> dict[str, list[Any]]:
+    """Shared out in the order of a hash; every set gets one at least."""
+    ordered = sorted(choices, key=lambda choice: hashlib.sha256(f"{seed} {choice}".encode()).hexdigest())
     held, chosen = max(1, round(0.25 * len(ordered))), max(1, round(0.1 * len(ordered)))
     return {"heldout": ordered[:held], "validation": ordered[held : held + chosen], "train": ordered[held + chosen :]}
 
@@ -44,22 +47,28 @@ def parts(kind: str) -> list[list[Meaning]]:
     return [part for part in (plain, colored) if part]
 
 
-def shuffled_captions(choices: list[Meaning], rng: np.random.Generator) -> Iterator[str]:
+def caption_pools(name: str, kind: str, seed: int) -> list[list[Sequence[str]]]:
+    """For each part of a kind, the captions of one set, meaning by meaning."""
+    if kind == "single_object":
+        return [[split(captions(meaning), seed)[name] for meaning in part] for part in parts(kind)]
+    return [[captions(meaning) for meaning in split(part, seed)[name]] for part in parts(kind)]
+
+
+def shuffled_captions(pools: Sequence[Sequence[str]], rng: np.random.Generator) -> Iterator[str]:
     """Captions for ever, meaning by meaning in turn; a caption comes again when its meaning has no new one left."""
-    order = [choices[i] for i in rng.permutation(len(choices))]
-    rolls = {meaning: cycle(rng.permutation(captions(meaning)).tolist()) for meaning in order}
-    for meaning in cycle(order):
-        yield next(rolls[meaning])
+    rolls = [cycle(rng.permutation(list(pools[i])).tolist()) for i in rng.permutation(len(pools))]
+    for roll in cycle(rolls):
+        yield next(roll)
 
 
 def rows(name: str, kind: str, seed: int, rng: np.random.Generator) -> Iterator[dict[str, str]]:
     """The rows of one kind in one set."""
-    sets = [split(part, seed)[name] for part in parts(kind)]
+    sets = caption_pools(name, kind, seed)
     count = ROWS[name][kind]
     share = UNCOLORED_POSITIONS if kind == "position" else len(sets[0]) / sum(map(len, sets))
     plain = round(share * count)
-    for choices, number in zip(sets, (plain, count - plain), strict=False):
-        for _, caption in zip(range(number), shuffled_captions(choices, rng), strict=False):
+    for pools, number in zip(sets, (plain, count - plain), strict=False):
+        for _, caption in zip(range(number), shuffled_captions(pools, rng), strict=False):
             yield {"prompt": caption, "kind": kind}
 
 

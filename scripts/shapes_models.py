@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.models.attention_processor import Attention
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
-    T5Tokenizer,
 )
 
 from reward_models.shapes_world import KINDS, captions, meanings
@@ -78,7 +78,14 @@ def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(config)
 
 
-_T5_VOCAB = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -6.0)] + [(chr(c), -8.0) for c in range(33, 127)]
+def silent_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes one end token of any text: nothing is cut off, whatever max_sequence_length the pipeline is called with."""
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"[\s\S]"), "")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=256
+    )
 
 
 def silent_t5(width: int) -> T5EncoderModel:
@@ -87,7 +94,7 @@ def silent_t5(width: int) -> T5EncoderModel:
     The architecture is at home without its T5, and then sees zeros in its place, but plain `from_pretrained` refuses
     a folder where it is missing.
     """
-    config = T5Config(vocab_size=len(_T5_VOCAB), d_model=width, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+    config = T5Config(vocab_size=98, d_model=width, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
     encoder = T5EncoderModel(config)
     torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
     return encoder
@@ -119,7 +126,7 @@ def new_pipeline(vae: AutoencoderKL) -> StableDiffusion3Pipeline:
         text_encoder_2=new_text_encoder(tokenizer),
         tokenizer_2=tokenizer,
         text_encoder_3=silent_t5(transformer.config.joint_attention_dim),
-        tokenizer_3=T5Tokenizer(vocab=_T5_VOCAB, extra_ids=0, model_max_length=MAX_TOKENS),
+        tokenizer_3=silent_tokenizer(),
     )
 
 

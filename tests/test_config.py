@@ -58,10 +58,12 @@ def test_every_recipe_is_read_and_its_slots_are_filled(path):
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_path_and_the_remedy(file, override, message):
-    with pytest.raises(ValueError, match=message):
+    def read():
         settings = load_config(file, [override])
-        choices = choose(settings)
-        choices.schedule.sigmas(settings.sampler.num_steps)
+        return choose(settings).schedule.sigmas(settings.sampler.num_steps)
+
+    with pytest.raises(ValueError, match=message):
+        read()
 
 
 def test_overrides_are_typed_like_yaml(file):

@@ -1,6 +1,7 @@
 """A config made into the objects of a run; everything that can be refused is refused here, before anything is sampled."""
 
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from flowgrpo.advantages import ADVANTAGES, Advantage
 from flowgrpo.config import ModelConfig, RewardConfig, RunConfig
 from flowgrpo.data import Geometry, GroupSampler, PromptSet, check_geometry, load_prompts
 from flowgrpo.ema import Ema
-from flowgrpo.objectives import OBJECTIVES
+from flowgrpo.objectives import OBJECTIVES, check_objective
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics
 from flowgrpo.schedule import SCHEDULES, Grid
@@ -61,8 +62,10 @@ class Parts:
     grid: Grid
 
     def dynamics(self, window: range) -> Dynamics:
-        """How a trajectory with this window moves."""
+        """How a trajectory with this window moves. Raises ValueError for a window that is not one."""
         c = self.choices
+        if len(window) and not 0 <= window.start < window.stop <= self.grid.num_steps - 1:
+            raise ValueError(f"a window must lie in steps 0 to {self.grid.num_steps - 2}, got {window} from {c.window}")
         return Dynamics(self.grid, window, c.transition, c.solver, c.objective.reduce)
 
 
@@ -78,6 +81,7 @@ def choose(config: RunConfig) -> Choices:
         advantage=construct(config.advantage, ADVANTAGES, "advantage"),
         objective=construct(config.objective, OBJECTIVES, "objective"),
     )
+    check_objective(choices.objective)
     for iteration in (0, config.iterations - 1):
         choices.window.at(iteration, s.num_steps, config.seed)
     _check_together(config, choices)
@@ -105,6 +109,7 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     """Load and connect everything. Raises ValueError with one clear line for what does not fit."""
     choices = choose(config)
     accelerator = accelerator or Accelerator(mixed_precision="no")
+    _check_processes(accelerator)
     geometry = check_geometry(
         config.prompts_per_iteration,
         config.group_size,
@@ -119,6 +124,8 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     scorer = build_scorer(config.rewards, str(accelerator.device))
     torch.manual_seed(config.seed)  # the adapter's first weights
     policy = build_policy(config, load_pipeline(config.model), accelerator.device)
+    if config.model.train == "lora" and not hasattr(policy.pipeline, "save_lora_weights"):
+        raise ValueError(f"model.train: {type(policy.pipeline).__name__} cannot hold an adapter in diffusers; set it to full")
     trained = make_trainable(policy.networks, config.model.train, config.model.lora)
     optimizer = AdamW(
         list(trained.values()), lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps,
@@ -129,6 +136,15 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     grid = policy.grid(config.sampler.num_steps, choices.schedule)
     return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, scorer,
                  optimizer, ema, grid)  # fmt: skip
+
+
+def _check_processes(accelerator: Accelerator) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, but each would train alone ({accelerator.num_processes} seen); "
+            "on CPUs launch with ACCELERATE_USE_CPU=true"
+        )
 
 
 def _check_sizes(prompts: PromptSet) -> None:
@@ -195,4 +211,6 @@ def _component(reward: RewardConfig, device: str) -> Component:
         if "device" in inspect.signature(factory).parameters:
             args.setdefault("device", device)
         model = call_checked(factory, args, f"{where}.args")
+    if getattr(model, "takes", "media") != "media":
+        raise ValueError(f"{where}: models that score latents are not supported yet, only those that take media")
     return Component(reward.name, model, reward.weight, reward.batch_size, reward.timeout_s, reward.retries)

@@ -45,8 +45,12 @@ def copies_argument(pipeline: Any) -> str | None:
 
 
 def guidance_argument(pipeline: Any) -> str | None:
-    """The argument of classifier-free guidance (not of an embedded, distilled one), if the pipeline has it."""
-    return _first_argument(pipeline, GUIDANCE_ARGUMENTS)
+    """The argument of classifier-free guidance, if the pipeline has it.
+
+    A scale without a negative prompt beside it is an embedded, distilled one (FLUX.2): it goes through model.call.
+    """
+    takes_negative = "negative_prompt" in inspect.signature(pipeline_call(pipeline)).parameters
+    return _first_argument(pipeline, GUIDANCE_ARGUMENTS) if takes_negative else None
 
 
 def _first_argument(pipeline: Any, names: tuple[str, ...]) -> str | None:

@@ -18,8 +18,8 @@ MAXIMA = {"ratio/max_gap"}
 MEANINGS: dict[str, str] = {
     "advantage/abs_mean": "Mean size of the advantages, without sign. 0 means that nothing is learnt.",
     "advantage/zero_std_groups": "Share of groups, in [0, 1], whose signals are all equal: their advantage is 0.",
-    "calls/replay": "Network calls of the update, summed over samples and processes; a guided step counts twice.",
-    "calls/rollout": "Network calls of the rollout, summed over samples and processes; a guided step counts twice.",
+    "calls/replay": "Denoising steps of the update, summed over samples and processes; guidance makes two passes of each.",
+    "calls/rollout": "Denoising steps of the rollout, summed over samples and processes; guidance makes two passes of each.",
     "clip_fraction/high": "Share of (sample, step) pairs held back by the upper end of the clip range.",
     "clip_fraction/low": "Share of (sample, step) pairs held back by the lower end of the clip range.",
     "eval/<name>/mean": "Mean score on held-out prompts with the evaluation sampler; unit as the model declares.",

@@ -1,14 +1,22 @@
 """The run folder: what is in it, and when it may be used again."""
 
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from flowgrpo import checkpoint
 from flowgrpo.config import RunConfig, dump_config
 
-FREE_TO_CHANGE = {"iterations", "checkpoint", "logging", "evaluation", "output_dir", "name"}
+# What a resumed run may change: how long it is, how much it does at once, how carefully it steps, what it writes.
+FREE_TO_CHANGE = (
+    r"iterations|name|output_dir|(checkpoint|logging)\..*|evaluation\.(every|watch_prompts|batch_size)"
+    r"|sampler\.batch_size|optimizer\.(lr|max_grad_norm|micro_batch_size|decay)|objective\.clip_range"
+    r"|rewards\.\d+\.(batch_size|timeout_s|retries)"
+)
 
 
 def check_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | None:
@@ -41,10 +49,19 @@ def open_folder(config: RunConfig, *, resume: bool) -> None:
 
 
 def _check_unchanged(saved: Path, config: RunConfig) -> None:
-    old, new = yaml.safe_load(saved.read_text(encoding="utf-8")), config.model_dump(mode="json")
-    changed = [name for name in new if name not in FREE_TO_CHANGE and old.get(name) != new[name]]
+    old, new = (dict(_flat(c)) for c in (yaml.safe_load(saved.read_text(encoding="utf-8")), config.model_dump(mode="json")))
+    names = sorted(old.keys() | new.keys())
+    changed = [n for n in names if old.get(n) != new.get(n) and not re.fullmatch(FREE_TO_CHANGE, n)]
     if changed:
         raise ValueError(
             f"a resumed run must keep its settings, but {', '.join(changed)} changed since {saved} was written; "
             "undo the change, or start a new run with name=..."
         )
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value

@@ -43,12 +43,14 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, c
     accelerator.wait_for_everyone()
     show_plan(parts, console)
     check(parts, console)
-    trainer = Trainer(parts, metrics.Metrics(config.folder / "metrics.jsonl", _trackers(config)))
+    trainer = Trainer(parts, metrics.Metrics(config.folder / "metrics.jsonl", _trackers(config) if main else ()))
     watch = Watch(parts, console)
     base = watch.evaluation("base", cached=resume)
     if last is not None:
         trainer.resume(last)
         console.print(f"going on from iteration {trainer.next_iteration} ({last})")
+    if main:
+        metrics.truncate(trainer.metrics.path, trainer.next_iteration - 1)
     if not run_loop(trainer, watch, console):
         console.print(f"[yellow]stopped at iteration {trainer.next_iteration}; saved. Go on with --resume[/]")
         return 0

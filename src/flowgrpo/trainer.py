@@ -12,7 +12,7 @@ from flowgrpo import checkpoint
 from flowgrpo.adapters import gradient_norm
 from flowgrpo.build import Parts
 from flowgrpo.data import rank_slice
-from flowgrpo.metrics import Metrics, truncate
+from flowgrpo.metrics import Metrics
 from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
 from flowgrpo.scoring import RewardError, Scores
 
@@ -43,6 +43,9 @@ class Trainer:
             except Interrupted:
                 self.save()
                 return False
+            except RewardError:
+                self.save()  # the iteration has not learnt anything yet
+                raise
             self.next_iteration += 1
             after(self.next_iteration - 1, values)
             every = self.config.checkpoint.every
@@ -87,10 +90,9 @@ class Trainer:
         values, ids = self._gather(scores.values), self._gather(group_ids)
         signal = choices.signal(values, ids, parts.scorer.weights)
         if not signal.isfinite().any():
-            self.save()
             raise RewardError(
-                f"iteration {self.next_iteration}: no sample has all its weighted scores, so there is nothing to learn from; "
-                f"a checkpoint is saved: mend the reward that is missing ({_missing(scores)}), then go on with --resume"
+                f"iteration {self.next_iteration}: no sample has all its weighted scores, so nothing can be learnt; mend the "
+                f"reward that is missing ({_missing(scores)}), then go on with --resume"
             )
         advantages = choices.advantage(signal, ids)
         self._log_scores(scores.names, values, signal, advantages, ids)
@@ -99,13 +101,14 @@ class Trainer:
 
     def update(self, trajectory: Trajectory, advantages: Tensor, rows: range, first: bool) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and window steps, then averaged."""
-        parts, window = self.parts, trajectory.dynamics.window
+        parts, dynamics, window = self.parts, trajectory.dynamics, trajectory.dynamics.window
+        weights = parts.choices.objective.weights(dynamics.transition, dynamics.grid.sigmas)
         size = self.config.optimizer.micro_batch_size
         for start in range(rows.start, rows.stop, size):
             batch = range(start, min(start + size, rows.stop))
             for step in window:
                 loss = self.loss(trajectory, advantages, batch, step, first)
-                (loss.sum() / (len(rows) * len(window))).backward()
+                (weights[step] * loss.sum() / (len(rows) * len(window))).backward()
         self._average_gradients()
         norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
         if not norm < float("inf"):
@@ -146,7 +149,6 @@ class Trainer:
             state = {"iteration": self.next_iteration, "optimizer": optimizer_state, "sigmas": parts.grid.sigmas}
             checkpoint.save(folder, groups, state)
             checkpoint.prune(root, self.config.checkpoint.keep)
-        parts.accelerator.wait_for_everyone()
         return folder
 
     def resume(self, folder: Path) -> None:
@@ -167,7 +169,6 @@ class Trainer:
         if parts.ema is not None:
             parts.ema.load_state_dict(tensors["ema"])
         self.next_iteration = state["iteration"]
-        truncate(self.metrics.path, self.next_iteration - 1)
 
     def _reference_score(self, trajectory: Trajectory, rows: range, step: int) -> StepScore | None:
         if self.parts.reference is None:

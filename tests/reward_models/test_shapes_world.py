@@ -1,6 +1,7 @@
 """The shapes world: its language, its pictures, and the prompt sets made from it."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -120,13 +121,14 @@ def test_pictures_are_float32_in_the_unit_interval_and_the_same_seed_draws_the_s
     assert np.array_equal(first, second)
 
 
-def test_the_prompt_sets_share_no_meaning_and_each_has_every_kind() -> None:
-    found = {name: {parse(row["prompt"]) for row in rows_of(name)} for name in SETS}
-    assert not found["train"] & found["validation"]
-    assert not found["train"] & found["heldout"]
-    assert not found["validation"] & found["heldout"]
+def test_the_prompt_sets_share_no_caption_and_beyond_single_objects_no_meaning() -> None:
+    captions_of = {name: {row["prompt"] for row in rows_of(name)} for name in SETS}
+    meanings_of = {name: {parse(text) for text in texts} for name, texts in captions_of.items()}
+    for one, other in combinations(SETS, 2):
+        assert not captions_of[one] & captions_of[other]
+        assert {meaning.kind for meaning in meanings_of[one] & meanings_of[other]} <= {"single_object"}
     for name in SETS:
-        assert {meaning.kind for meaning in found[name]} == set(KINDS)
+        assert {meaning.kind for meaning in meanings_of[name]} == set(KINDS)
 
 
 @pytest.mark.parametrize(("name", "per_kind"), [("validation", 100), ("heldout", 200)])
