@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 2
 .PHONY: quickstart test format clean
 
 quickstart: .venv/installed
-	$(BIN)/flowgrpo train $(CONFIG)
+	$(BIN)/flowgrpo train $(CONFIG) --overwrite
 
 test: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -10,7 +10,17 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from flowgrpo.schedule import shifted_sigmas
 from flowgrpo.solvers import Euler
-from flowgrpo.transitions import TRANSITIONS, Cps, FlowSde, Gaussian, Prediction, law, log_ratio
+from flowgrpo.step_weights import EqualWeights, NoWeights
+from flowgrpo.transitions import (
+    TRANSITIONS,
+    Cps,
+    FlowSde,
+    Gaussian,
+    Prediction,
+    law,
+    log_ratio,
+    sensitivity,
+)
 
 SHAPE = (2, 3, 5, 7)
 ALL = [factory(noise_level=level) for factory in TRANSITIONS.values() for level in (0.2, 0.7)]
@@ -142,6 +152,30 @@ def test_the_expected_log_ratio_is_minus_half_the_squared_distance_of_means():
 
 def test_a_summed_log_ratio_does_not_overflow():
     assert torch.isfinite(log_ratio(torch.tensor([163.8]), torch.tensor([0.0])).exp()).all()
+
+
+@pytest.mark.parametrize("transition", ALL, ids=str)
+def test_the_sensitivity_is_the_gradient_of_the_log_density_in_noise_units(transition):
+    """d log pi / d v = (z / std) d mean / d v: its size for z = 1 is the sensitivity."""
+    sigmas = shifted_sigmas(10, 3.0)
+    for step in range(9):
+        p = prediction(sigmas[step])
+        v = p.v.clone().requires_grad_()
+        gaussian = law(transition, Prediction(p.x, v, sigmas[step]), sigmas, step)
+        x_next = (gaussian.mean + gaussian.std).detach()
+        gaussian.log_density(x_next, "sum").sum().backward()
+        torch.testing.assert_close(v.grad.abs(), torch.full(SHAPE, sensitivity(transition, sigmas, step)), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("transition", ALL, ids=str)
+def test_equal_step_weights_leave_every_step_the_same_size_of_gradient(transition):
+    sigmas = shifted_sigmas(10, 3.0)
+    weights = EqualWeights()(transition, sigmas)
+    sizes = [weight * sensitivity(transition, sigmas, step) for step, weight in enumerate(weights)]
+    assert len(weights) == 9
+    assert sizes == pytest.approx([sizes[0]] * 9)
+    assert sorted(weights)[4] == pytest.approx(1)  # the median step keeps its own
+    assert NoWeights()(transition, sigmas) == [1.0] * 9
 
 
 def test_noise_levels_out_of_range_are_refused():

@@ -24,6 +24,7 @@ from flowgrpo.scoring import Component, Scorer
 from flowgrpo.signals import SIGNALS, Signal
 from flowgrpo.slots import call_checked, construct, import_object
 from flowgrpo.solvers import SOLVERS, Solver
+from flowgrpo.step_weights import STEP_WEIGHTS, StepWeights
 from flowgrpo.transitions import TRANSITIONS, Transition
 from flowgrpo.window import WINDOWS, Window
 
@@ -41,6 +42,7 @@ class Choices:
     signal: Signal
     advantage: Advantage
     objective: Any
+    step_weights: StepWeights
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def choose(config: RunConfig) -> Choices:
         signal=construct(config.signal, SIGNALS, "signal"),
         advantage=construct(config.advantage, ADVANTAGES, "advantage"),
         objective=construct(config.objective, OBJECTIVES, "objective"),
+        step_weights=construct(config.step_weights, STEP_WEIGHTS, "step_weights"),
     )
     check_objective(choices.objective)
     for iteration in (0, config.iterations - 1):

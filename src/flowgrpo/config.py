@@ -167,6 +167,7 @@ class RunConfig(Section):
         default=Slot(use="none"), description="Signal to advantage: group, global, none (standardised already)."
     )
     objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
+    step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

@@ -45,5 +45,5 @@ def describe(parts: Parts) -> Mapping[str, str]:
         f"tail {first.tail}; {s.group_noise} start noise), replay {first.replay}; first iteration",
         "updates": f"{o.updates_per_iteration} an iteration, {config.iterations * o.updates_per_iteration} in all; each sums "
         f"{micro} micro-batches x {first.window} steps per process",
-        "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}",
+        "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}, {choices.step_weights}",
     }

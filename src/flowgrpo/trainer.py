@@ -102,7 +102,7 @@ class Trainer:
     def update(self, trajectory: Trajectory, advantages: Tensor, rows: range, first: bool) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and window steps, then averaged."""
         parts, dynamics, window = self.parts, trajectory.dynamics, trajectory.dynamics.window
-        weights = parts.choices.objective.weights(dynamics.transition, dynamics.grid.sigmas)
+        weights = parts.choices.step_weights(dynamics.transition, dynamics.grid.sigmas)
         size = self.config.optimizer.micro_batch_size
         for start in range(rows.start, rows.stop, size):
             batch = range(start, min(start + size, rows.stop))

@@ -9,7 +9,6 @@ root of a step size again.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -103,22 +102,10 @@ def law(transition: Transition, prediction: Prediction, sigmas: Sequence[float],
 def sensitivity(transition: Transition, sigmas: Sequence[float], step: int) -> float:
     """How far the mean of a step moves with the velocity, in stds: the size of the step's policy gradient.
 
-        |d mean / d v| / std = |b (1 - sigma) - a sigma| / std
+    |d mean / d v| / std = |b (1 - sigma) - a sigma| / std
     """
     c, sigma = transition.coefficients(sigmas, step), sigmas[step]
     return abs(c.b * (1 - sigma) - c.a * sigma) / c.std
-
-
-def equal_step_weights(transition: Transition, sigmas: Sequence[float]) -> list[float]:
-    """Weights of all steps but the last under which no step's gradient outweighs another's only by its noise level.
-
-        weight_i = median(N) / N_i,    N_i the `sensitivity` of step i
-
-    Without them the late steps rule: at 10 steps N grows from 0.04 to 1 and beyond. Source: the gradient equaliser of
-    SAGE-GRPO (2603.21872), here with N of any transition.
-    """
-    sizes = [sensitivity(transition, sigmas, step) for step in range(len(sigmas) - 2)]
-    return [median(sizes) / size for size in sizes]
 
 
 @dataclass(frozen=True)

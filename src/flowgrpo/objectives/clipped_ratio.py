@@ -1,6 +1,5 @@
 """The clipped ratio of each window step, with KL to the reference."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +11,6 @@ from flowgrpo.transitions import (
     Gaussian,
     Prediction,
     Reduce,
-    Transition,
-    equal_step_weights,
     log_ratio,
     reduce_coordinates,
 )
@@ -28,7 +25,6 @@ class ClippedRatio:
     The density is a mean over coordinates by default, so rho is a geometric mean per coordinate and clip ranges are small;
     with reduce "sum" a clip range near 0.2 is usual. KL is the true Gaussian one, ||mean - mean_ref||^2 / (2 std^2) with
     the step size in std ("latent"), or the squared difference of velocities ("velocity"); both reduced like the density.
-    With step_weights "equal" each step's loss is multiplied by its `equal_step_weights`.
 
     Source: MixGRPO 2507.21802 v7, eq. 9 (clip 1e-4, no KL for FLUX; 0.001 for SD3.5-M).
     """
@@ -37,7 +33,6 @@ class ClippedRatio:
     kl: float = 0.0
     kl_form: Literal["latent", "velocity"] = "latent"
     reduce: Reduce = "mean"
-    step_weights: Literal["none", "equal"] = "none"
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_range < 1:
@@ -49,10 +44,6 @@ class ClippedRatio:
     def needs_reference(self) -> bool:
         """Whether a step must also be scored by the reference."""
         return self.kl > 0
-
-    def weights(self, transition: Transition, sigmas: Sequence[float]) -> list[float]:
-        """The factor of each step's loss, for all steps but the last."""
-        return equal_step_weights(transition, sigmas) if self.step_weights == "equal" else [1.0] * (len(sigmas) - 2)
 
     def __call__(
         self,
