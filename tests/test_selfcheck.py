@@ -68,6 +68,14 @@ def test_bfloat16_says_when_rounding_eats_the_clip_band(folder):
     assert "raise objective.clip_range" in check.message
 
 
+def test_a_summed_density_with_a_clip_range_meant_for_a_mean_is_noted(folder):
+    parts = build(config(folder, objective__reduce="sum", objective__clip_range=1e-4, optimizer__micro_batch_size=1))
+    check = check_ratio(parts, probe(parts))
+    assert check.passed
+    assert check.warning
+    assert "near 0.2 is usual" in check.message
+
+
 def test_the_plan_counts_calls_as_they_will_be_counted(folder):
     parts = build(config(folder))
     text = describe(parts)

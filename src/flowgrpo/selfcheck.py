@@ -12,7 +12,8 @@ from flowgrpo.rollout import Noise, Row, Trajectory, replay, rollout
 from flowgrpo.schedule import Pipeline
 
 PICTURE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of a pixel in [0, 1]
-RATIO_TOLERANCE = 1e-6
+RATIO_TOLERANCE = 1e-6  # of a mean over coordinates; a sum has as many times the rounding
+SUMMED_CLIP = 0.01
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,21 @@ def check_noise_off(parts: Parts) -> Check:
 
 def check_ratio(parts: Parts, trajectory: Trajectory) -> Check:
     """Before any update the replayed log-probabilities must be those of the rollout."""
-    clip = parts.choices.objective.clip_range
+    objective = parts.choices.objective
     gap = max(_gap(parts, trajectory, step) for step in trajectory.dynamics.window)
-    message = f"|log ratio| before the first update is at most {gap:.1e}; clip range {clip:.0e}"
+    message = f"|log ratio| before the first update is at most {gap:.1e}; clip range {objective.clip_range:.0e}"
+    summed = objective.reduce == "sum"
+    if summed and objective.clip_range < SUMMED_CLIP:
+        message += f"; with reduce=sum a clip range near 0.2 is usual, and below {SUMMED_CLIP:g} nearly all is clipped"
     if parts.policy.dtype == torch.float32:
-        return Check("ratio 1", gap < RATIO_TOLERANCE, message)
-    if gap > clip / 10:
+        tolerance = RATIO_TOLERANCE * (trajectory.x0[0].numel() if summed else 1)
+        return Check("ratio 1", gap < tolerance, message, warning=summed and objective.clip_range < SUMMED_CLIP)
+    if gap > objective.clip_range / 10:
         message += (
             f"; rounding takes a tenth of the band or more: raise objective.clip_range, set "
             f"optimizer.micro_batch_size={parts.config.sampler.batch_size} as in sampling, or use model.dtype=float32"
         )
-    return Check("ratio 1", True, message, warning=gap > clip / 10)
+    return Check("ratio 1", True, message, warning=gap > objective.clip_range / 10)
 
 
 def check_members_differ(trajectory: Trajectory) -> Check:

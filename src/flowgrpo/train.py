@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
@@ -162,7 +163,14 @@ def run_loop(trainer: Trainer, watch: Watch, console: Console) -> bool:
             if not console.is_terminal and (k + 1) % max(1, config.iterations // 10) == 0:
                 console.print(f"iteration {k + 1} of {config.iterations}: {live}")
 
-        return trainer.run(config.iterations, after)
+        try:
+            return trainer.run(config.iterations, after)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of device memory in iteration {trainer.next_iteration}: lower sampler.batch_size (now "
+                f"{config.sampler.batch_size}) or optimizer.micro_batch_size (now {config.optimizer.micro_batch_size}), or set "
+                "model.gradient_checkpointing=true; the last checkpoint is untouched, --resume goes on from it"
+            ) from error
 
 
 @contextmanager
