@@ -5,8 +5,8 @@
 All captions of a meaning go to the same set ("a circle left of a square" and "an image of one square right of one
 circle" mean the same). A quarter of each kind's meanings is held out, a tenth serves to choose settings, the rest is
 for training; where a kind has captions with and without colours, each part is split by itself. Single objects have only
-three meanings: there the captions of each meaning are shared out instead. Held-out prompts come evenly from the six
-kinds; training prompts come more often from the kinds that the base is between failing and passing.
+three meanings: there the captions of each meaning are shared out instead. In all three, the kinds that the base
+is between failing and passing come more often than those that it hardly knows (position, color_attr).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 from reward_models.shapes_world import KINDS, Meaning, captions, meanings
 
 ROWS = {
-    "train": dict(zip(KINDS, (200, 300, 350, 350, 150, 150), strict=True)),
-    "validation": dict.fromkeys(KINDS, 100),
-    "heldout": dict.fromkeys(KINDS, 200),
+    "train": dict(zip(KINDS, (250, 250, 400, 400, 100, 100), strict=True)),
+    "validation": dict(zip(KINDS, (120, 90, 150, 150, 45, 45), strict=True)),
+    "heldout": dict(zip(KINDS, (200, 150, 250, 250, 75, 75), strict=True)),
 }
 UNCOLORED_POSITIONS = 0.6
 """Share of position prompts that name no colours, though most position meanings do."""

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,12 +176,13 @@ def _call_arguments(texts: list[str]) -> dict[str, Any]:
 
 
 def _quiet() -> None:
-    """Loading bars of other libraries off: the commands show their own progress."""
+    """Loading bars of other libraries off: the commands show their own progress. Warnings are one line each."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    warnings.formatwarning = lambda message, *_args, **_options: f"warning: {message}\n"
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def _reward_panel(panel: Any, rows: Sequence[Mapping[str, Any]], name: str, rise
         _annotate(panel, points[0], (8, -16), "left")
         _annotate(panel, points[-1], (0, 9), "right")
     panel.margins(y=0.15)
-    panel.legend(frameon=False, loc="lower right")
+    panel.legend(frameon=False, loc="best")
     _finish(panel, f"{name} (gold)" if is_gold else name)
 
 

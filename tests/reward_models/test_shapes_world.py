@@ -131,12 +131,13 @@ def test_the_prompt_sets_share_no_caption_and_beyond_single_objects_no_meaning()
         assert {meaning.kind for meaning in meanings_of[name]} == set(KINDS)
 
 
-@pytest.mark.parametrize(("name", "per_kind"), [("validation", 100), ("heldout", 200)])
-def test_the_evaluation_sets_are_balanced_and_varied(name: str, per_kind: int) -> None:
+@pytest.mark.parametrize("name", ["validation", "heldout"])
+def test_the_evaluation_sets_hold_every_kind_and_are_varied(name: str) -> None:
     rows = rows_of(name)
     for kind in KINDS:
         some = [row for row in rows if row["kind"] == kind]
-        assert len(some) == per_kind
+        assert len(some) >= 0.07 * len(rows)
         assert all(parse(row["prompt"]).kind == kind for row in some)
         assert len({row["prompt"] for row in some}) > 1
+    assert len(rows) == {"validation": 600, "heldout": 1000}[name]
     assert name == "validation" or len({row["prompt"] for row in rows}) >= 300
