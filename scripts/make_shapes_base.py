@@ -1,14 +1,15 @@
-"""Train the embedded text-to-image pipeline on pictures of coloured shapes (one CPU thread, about 40 minutes if busy).
+"""Train the embedded text-to-image pipeline on pictures of coloured shapes (one CPU thread, about an hour if busy).
 
 Run from the repository root, one stage after the other; each reads what the stage before it saved:
 
     python scripts/make_shapes_base.py vae   --out assets/shapes/pipeline --seed 0
     python scripts/make_shapes_base.py clean --out assets/shapes/pipeline --seed 0
     python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 0
+    python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 1 --wrong 0.4 --steps 7000 --rate 1.2e-3
 
 `vae` fits the autoencoder. `clean` teaches the transformer and both text encoders with right captions. `noisy` goes
-on with captions of which a fifth have one attribute wrong, as web captions do: the pipeline then knows every kind of
-prompt and obeys it in a third of its pictures, which leaves reinforcement learning something to sharpen.
+on with captions of which a fifth, at last two fifths, have one attribute wrong, as web captions do: the pipeline then has
+seen every kind of prompt and obeys in a third of its pictures, which leaves reinforcement learning something to sharpen.
 """
 
 from __future__ import annotations
