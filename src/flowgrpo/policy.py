@@ -48,12 +48,13 @@ class Policy:
         self._call = families.pipeline_call(pipeline)
         self._copies, self._guidance = families.copies_argument(pipeline), families.guidance_argument(pipeline)
         self._start: Tensor | None = None
+        self._encoded: OrderedDict[str, Any] = OrderedDict()
         self._check_conditions()
         pipeline.set_progress_bar_config(disable=True)
         self._own_prepare = pipeline.prepare_latents
         pipeline.prepare_latents = self._prepare_latents
         if hasattr(pipeline, "encode_prompt"):
-            pipeline.encode_prompt = _remembered(pipeline.encode_prompt)
+            pipeline.encode_prompt = _remembered(pipeline.encode_prompt, self._encoded)
 
     def run(self, prompts: Sequence[Prompt], plan: Plan, *, start: Tensor | None = None,
             generators: Sequence[torch.Generator] | None = None, decode: bool = False, grad: bool = False,
@@ -74,6 +75,10 @@ class Policy:
     def generate(self, prompts: Sequence[Prompt], num_steps: int, generators: Sequence[torch.Generator]) -> Tensor:
         """Plain inference with the pipeline's own scheduler: media (b, f, 3, h, w) in [0, 1]."""
         return from_pipeline_output(families.output_of(self._run_pipeline(prompts, num_steps, generators, True, False)))
+
+    def forget(self) -> None:
+        """Let go of the encoded prompts, which are remembered from a rollout for its replays."""
+        self._encoded.clear()
 
     def grid(self, num_steps: int, schedule: Schedule) -> Grid:
         """The levels of a run: the schedule's, or the pipeline's own for this size."""
@@ -174,9 +179,8 @@ def grouped(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], int]:
     return ((prompts[0],), len(prompts)) if alike else (tuple(prompts), 1)
 
 
-def _remembered(function: Callable[..., Any], limit: int = 2**29) -> Callable[..., Any]:
+def _remembered(function: Callable[..., Any], memory: OrderedDict[str, Any], limit: int = 2**29) -> Callable[..., Any]:
     """Keep the last answers of a prompt encoder, which is frozen, up to `limit` bytes; no graph is kept."""
-    memory: OrderedDict[str, Any] = OrderedDict()
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):

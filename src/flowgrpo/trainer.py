@@ -75,6 +75,7 @@ class Trainer:
     def rollout(self, k: int) -> Trajectory:
         """This process's share of the iteration's samples."""
         parts, sampler = self.parts, self.config.sampler
+        parts.policy.forget()
         prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
         rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
         accelerator = parts.accelerator
