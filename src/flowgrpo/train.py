@@ -46,19 +46,20 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, c
     check(parts, console)
     trainer = Trainer(parts, metrics.Metrics(config.folder / "metrics.jsonl", _trackers(config) if main else ()))
     watch = Watch(parts, console)
-    base = watch.evaluation("base", cached=resume)
-    if last is not None:
-        trainer.resume(last)
-        console.print(f"going on from iteration {trainer.next_iteration} ({last})")
-    if main:
-        metrics.truncate(trainer.metrics.path, trainer.next_iteration - 1)
-    if not run_loop(trainer, watch, console):
-        console.print(f"[yellow]stopped at iteration {trainer.next_iteration}; saved. Go on with --resume[/]")
-        return 0
-    trainer.save()
-    with evaluated_weights(parts):
-        tuned = watch.evaluation("tuned", cached=False)
-        export = export_policy(parts)
+    with stoppable(trainer, console):
+        base = watch.evaluation("base", cached=resume)
+        if last is not None:
+            trainer.resume(last)
+            console.print(f"going on from iteration {trainer.next_iteration} ({last})")
+        if main:
+            metrics.truncate(trainer.metrics.path, trainer.next_iteration - 1)
+        if not run_loop(trainer, watch, console):
+            console.print(f"[yellow]stopped at iteration {trainer.next_iteration}; saved. Go on with --resume[/]")
+            return 0
+        trainer.save()
+        with evaluated_weights(parts):
+            tuned = watch.evaluation("tuned", cached=False)
+            export = export_policy(parts)
     if main:
         finish(parts, watch, base, tuned, export, time.perf_counter() - started, console)
     return 0
@@ -154,7 +155,7 @@ def run_loop(trainer: Trainer, watch: Watch, console: Console) -> bool:
         TimeRemainingColumn(),
         TextColumn("{task.fields[live]}"),
     )
-    with Progress(*columns, console=console) as progress, stoppable(trainer, console):
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=config.iterations, completed=trainer.next_iteration, live="")
 
         def after(k: int, values: Mapping[str, float]) -> None:
