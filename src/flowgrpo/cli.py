@@ -208,23 +208,10 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_rises(summary: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    gold = summary["gold"]
-    title = f"{gold['num_prompts']} held-out prompts, {gold['num_captions']} different captions"
-    table = Table(title=title, title_justify="left")
-    for column in ("score", "base", "tuned", "rise", "95 % interval"):
-        table.add_column(column, justify="left" if column == "score" else "right")
-    rows = {f"{name} (gold)" if name == gold["name"] else name: rise for name, rise in summary["rewards"].items()}
-    rows |= {f"{gold['name']}, {kind}": rise for kind, rise in summary["by_kind"].items()}
-    for name, r in rows.items():
-        interval = f"{_number(r['rise_low'], '+.3g')} to {_number(r['rise_high'], '+.3g')}"
-        table.add_row(name, _number(r["base"]), _number(r["tuned"]), _number(r["rise"], "+.3g"), interval)
-    Console().print(table)
+    from flowgrpo.tables import rises_table
 
-
-def _number(value: float | None, form: str = ".4g") -> str:
-    return "-" if value is None else format(value, form)
+    Console().print(rises_table(summary))
 
 
 if __name__ == "__main__":

@@ -175,6 +175,11 @@ class RunConfig(Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
     @property
+    def gold(self) -> str:
+        """The reward that the run is judged by."""
+        return self.evaluation.gold or self.rewards[0].name
+
+    @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.output_dir) / self.name

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowgrpo import keys
 from flowgrpo.checkpoint import fresh_temporary, replace_folder
+from flowgrpo.config import RunConfig
 from flowgrpo.data import SIZE_FIELDS, Prompt
 from flowgrpo.families import check_size, guidance_argument, pipeline_call
 from flowgrpo.paired import Rise, paired_rise, rise_by_kind
@@ -23,8 +24,8 @@ from flowgrpo.policy import Policy
 from flowgrpo.scoring import Scorer
 
 __all__ = [
-    "Evaluation", "Rise", "check_sizes", "conditions", "evaluate", "load", "own_size", "paired_rise", "rise_by_kind",
-    "save", "size_batches", "summary",
+    "Evaluation", "Rise", "check_sizes", "conditions", "evaluate", "evaluate_as_configured",
+    "load", "own_size", "paired_rise", "rise_by_kind", "save", "size_batches", "summary",
 ]  # fmt: skip
 
 SCORES, MEDIA = "scores.safetensors", "media.safetensors"
@@ -89,6 +90,17 @@ def evaluate(policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *, num_s
         media.update({position: clips[row].clone() for row, position in enumerate(batch) if position in keep})
         on_batch(len(batch))
     return Evaluation(scorer.names, values, dict(sorted(media.items())))
+
+
+def evaluate_as_configured(config: RunConfig, policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *,
+                           keep: Collection[int] = (), on_batch: Callable[[int], None] = lambda _: None,
+                           ) -> Evaluation:  # fmt: skip
+    """`evaluate` with the settings of a config's evaluation; where these are silent, those of its sampler."""
+    e = config.evaluation
+    return evaluate(
+        policy, scorer, prompts, num_steps=e.num_steps or config.sampler.num_steps, batch_size=e.batch_size, seed=e.seed,
+        guidance_scale=e.guidance_scale, keep=keep, on_batch=on_batch,
+    )  # fmt: skip
 
 
 def size_batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:

@@ -12,10 +12,8 @@ from torch import nn
 
 NETWORK_NAMES = ("transformer", "transformer_2", "unet")
 COPIES_ARGUMENTS = ("num_images_per_prompt", "num_videos_per_prompt")
-GUIDANCE_ARGUMENTS = (
-    "true_cfg_scale",
-    "guidance_scale",
-)  # the first one that a pipeline takes is classifier-free guidance
+# The first one that a pipeline takes is classifier-free guidance.
+GUIDANCE_ARGUMENTS = ("true_cfg_scale", "guidance_scale")
 OUTPUT_FIELDS = ("images", "frames", "image", "videos")
 ATTENTION_PROJECTIONS = frozenset(
     {"to_q", "to_k", "to_v", "to_out", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}

@@ -1,7 +1,7 @@
 """Checks at the start of a run, on its own pipeline and settings: is the sampler the pipeline's, is the first ratio 1?"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,8 +93,3 @@ def _gap(parts: Parts, trajectory: Trajectory, step: int) -> float:
         rows = range(start, min(start + size, len(old)))
         new.append(replay(parts.policy, trajectory, rows, step, grad=False).log_prob)
     return float((torch.cat(new) - old).abs().max())
-
-
-def worst(checks: list[Check]) -> Check | None:
-    """The first check that failed."""
-    return next((replace(c) for c in checks if not c.passed), None)

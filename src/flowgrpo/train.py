@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from rich.table import Table
 from flowgrpo import evaluate, figures, metrics, samples
 from flowgrpo.build import Parts, build
 from flowgrpo.config import RunConfig
-from flowgrpo.data import Prompt, load_prompts
+from flowgrpo.data import Prompt
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.export import export_full, export_lora
 from flowgrpo.plan import describe
 from flowgrpo.run_folder import check_folder, open_folder
 from flowgrpo.selfcheck import selfcheck
+from flowgrpo.tables import rises_table
 from flowgrpo.trainer import Trainer
+from flowgrpo.tuned import heldout_prompts
 
 PICTURES_PER_KIND = 4
 PICTURES = 24
@@ -90,15 +92,8 @@ class Watch:
 
     def __init__(self, parts: Parts, console: Console) -> None:
         self.parts, self.console, self.config = parts, console, parts.config
-        path = self.config.prompts.heldout
-        prompts = list(load_prompts(path)) if path else []
-        self.prompts: list[Prompt] = prompts[: self.config.evaluation.num_prompts]
+        self.prompts = heldout_prompts(self.config) if self.config.prompts.heldout else []
         self.shown = choose_pictures(self.prompts)
-
-    @property
-    def gold(self) -> str:
-        """The reward that the run is judged by."""
-        return self.config.evaluation.gold or self.config.rewards[0].name
 
     def evaluation(self, name: str, *, cached: bool) -> Evaluation | None:
         """Scores of all held-out prompts under the present weights; read back when a resumed run has them."""
@@ -123,12 +118,8 @@ class Watch:
         means = result.values.nanmean(0).tolist()
         return {f"eval/{name}/mean": mean for name, mean in zip(result.names, means, strict=True)}
 
-    def _evaluate(self, prompts: list[Prompt], keep: Any) -> Evaluation:
-        e, s = self.config.evaluation, self.config.sampler
-        return evaluate.evaluate(
-            self.parts.policy, self.parts.scorer, prompts, num_steps=e.num_steps or s.num_steps, batch_size=e.batch_size,
-            seed=e.seed, guidance_scale=e.guidance_scale, keep=keep,
-        )  # fmt: skip
+    def _evaluate(self, prompts: list[Prompt], keep: Collection[int]) -> Evaluation:
+        return evaluate.evaluate_as_configured(self.config, self.parts.policy, self.parts.scorer, prompts, keep=keep)
 
 
 def choose_pictures(prompts: list[Prompt]) -> list[int]:
@@ -225,9 +216,9 @@ def finish(parts: Parts, watch: Watch, base: Evaluation | None, tuned: Evaluatio
     summary: dict[str, Any] = {"name": parts.config.name, "iterations": parts.config.iterations, "seconds": seconds}
     paths = {"folder": folder, "export": export, "metrics": folder / "metrics.jsonl", "curves": folder / "curves.png"}
     if base is not None and tuned is not None:
-        summary |= evaluate.summary(base, tuned, watch.prompts, watch.gold)
+        summary |= evaluate.summary(base, tuned, watch.prompts, parts.config.gold)
         paths["before_after"] = folder / "before_after.png"
-        figures.before_after_of(paths["before_after"], watch.prompts, base, tuned, watch.gold)
+        figures.before_after_of(paths["before_after"], watch.prompts, base, tuned, parts.config.gold)
     figures.curves(paths["curves"], rows, summary)
     summary["paths"] = {name: str(path) for name, path in paths.items()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -237,23 +228,8 @@ def finish(parts: Parts, watch: Watch, base: Evaluation | None, tuned: Evaluatio
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """The end of a run on the terminal."""
     if "rewards" in summary:
-        table = Table(title=f"held-out prompts: {summary['gold']['num_prompts']}", title_justify="left")
-        for column in ("reward", "base", "tuned", "rise", "95 %"):
-            table.add_column(column, justify="left" if column == "reward" else "right")
-        for name, r in summary["rewards"].items():
-            mark = " (gold)" if name == summary["gold"]["name"] else ""
-            interval = f"{_number(r['rise_low'], '+.3f')} to {_number(r['rise_high'], '+.3f')}"
-            table.add_row(
-                name + mark,
-                *(_number(r[n], form) for n, form in (("base", ".3f"), ("tuned", ".3f"), ("rise", "+.3f"))),
-                interval,
-            )
-        console.print(table)
+        console.print(rises_table(summary))
     console.print(f"{summary['seconds']:.0f} s; " + ", ".join(f"{k}: {v}" for k, v in summary["paths"].items()))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _trackers(config: RunConfig) -> list[metrics.Tracker]:

@@ -16,7 +16,7 @@ from torch import nn
 from flowgrpo.build import build_policy, build_scorer, load_pipeline
 from flowgrpo.config import ModelConfig, RunConfig
 from flowgrpo.data import Prompt, load_prompts
-from flowgrpo.evaluate import Evaluation, evaluate, summary
+from flowgrpo.evaluate import Evaluation, evaluate_as_configured, summary
 
 __all__ = ["compare", "heldout_prompts", "load_adapter", "load_tuned", "locate", "write"]
 
@@ -113,20 +113,16 @@ def compare(config: RunConfig, path: Path, *, on_batch: Callable[[int], None] = 
     Both get the evaluation's settings and the same start noise. `on_batch` hears of the number of samples just done.
     """
     prompts, settings = heldout_prompts(config), config.evaluation
-    gold = settings.gold or config.rewards[0].name
     accelerator = Accelerator(mixed_precision="no")
     scorer = build_scorer(config.rewards, str(accelerator.device))
 
     def scores(pipeline: Any) -> Evaluation:
         policy = build_policy(config, pipeline, accelerator.device)
-        return evaluate(
-            policy, scorer, prompts, num_steps=settings.num_steps or config.sampler.num_steps, seed=settings.seed,
-            batch_size=settings.batch_size, guidance_scale=settings.guidance_scale, on_batch=on_batch,
-        )  # fmt: skip
+        return evaluate_as_configured(config, policy, scorer, prompts, on_batch=on_batch)
 
     base, tuned = scores(load_pipeline(config.model)), scores(load_tuned(config.model, path))
     return {
-        **summary(base, tuned, prompts, gold),
+        **summary(base, tuned, prompts, config.gold),
         "base": config.model.pipeline,
         "tuned": str(path),
         "settings": settings.model_dump() | {"heldout": config.prompts.heldout, "sampler": config.sampler.model_dump()},
