@@ -228,9 +228,9 @@ def train_denoiser(args: argparse.Namespace) -> None:
 
 
 def rate_factor(args: argparse.Namespace, step: int) -> float:
-    """Warm-up, then flat (clean stage) or down to zero along a cosine (noisy stage)."""
-    warm = min(1.0, step / 200)
-    return warm if args.stage == "clean" else warm * (0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+    """Warm-up, flat for a share of the updates, then down to zero along a cosine."""
+    falling = max(0.0, (step / args.steps - args.flat) / (1 - args.flat))
+    return min(1.0, step / 200) * (0.5 + 0.5 * math.cos(math.pi * falling))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, help="distinct pictures; vae 8,000, clean and noisy 16,000 if not given")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of clean and noisy")
+    parser.add_argument("--flat", type=float, default=0.0, help="share of the updates at the peak rate, below 1")
     parser.add_argument("--wrong", type=float, default=0.2, help="share of wrong captions in the noisy stage")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=1000)
