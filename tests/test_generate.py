@@ -47,7 +47,7 @@ def test_the_manifest_says_how_a_picture_was_made(sd3: Any, tmp_path: Path) -> N
         "file": "000000_a_000.png", "height": 16, "width": 24, "prompt": "a", "prompt_id": 0, "sample": 0,
         "negative_prompt": "blurry", "asked_size": {"height": 16, "width": 24}, "pipeline": "p",
         "sampler": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "num_steps": 2, "guidance_scale": 3.0, "call": CALL,
-        "seed": 7, "key": ["generate", 7, 0, 0],
+        "seed": 7, "hybrid": None, "key": ["generate", 7, 0, 0],
     }  # fmt: skip
     assert lines[1]["negative_prompt"] == "own"
 

@@ -25,11 +25,12 @@ def test_a_run_on_a_gpu_passes_its_checks_and_learns(tmp_path, dtype):
 
 
 def test_the_noise_of_a_picture_is_the_same_on_cpu_and_gpu(tmp_path):
+    from flowgrpo.group_noise import Distinct
     from flowgrpo.rollout import Noise, Row
 
     parts = build(config(tmp_path))
     row = Row(parts.prompts[0], 2)
-    noise = Noise(0, 3, shared_start=False)
-    again = Noise(0, 3, shared_start=False)
-    assert torch.equal(noise.step([row], 1, (1, 4, 8, 8)), again.step([row], 1, (1, 4, 8, 8)))
-    assert noise.step([row], 1, (1, 4, 8, 8)).device.type == "cpu"
+    noise = Noise(0, 3, Distinct())
+    again = Noise(0, 3, Distinct())
+    assert torch.equal(noise.step([row], 1, range(2), (1, 4, 8, 8)), again.step([row], 1, range(2), (1, 4, 8, 8)))
+    assert noise.step([row], 1, range(2), (1, 4, 8, 8)).device.type == "cpu"

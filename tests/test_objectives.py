@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.objectives import OBJECTIVES
+from flowgrpo.objectives import OBJECTIVES, check_objective
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
 from flowgrpo.transitions import Gaussian, Prediction
 
@@ -79,6 +79,33 @@ def test_the_kl_is_zero_at_the_reference_and_points_back_to_it(form):
     loss, stats = objective(torch.zeros(2), torch.zeros(2), torch.zeros(2), divergence(moved).detach())
     torch.testing.assert_close(loss, torch.full((2,), 0.5 * expected))
     assert "kl" in stats
+
+
+@pytest.mark.parametrize(
+    ("density", "reduce", "usual"), [("exact", "mean", 1e-4), ("exact", "sum", 0.2), ("unit", "mean", 1e-5)]
+)
+def test_a_clip_range_that_is_not_given_is_the_usual_one_of_its_density(density, reduce, usual):
+    objective = ClippedRatio(density=density, reduce=reduce)
+    assert objective.clip_range == usual
+    new = torch.tensor([2 * usual, 0.5 * usual, -2 * usual, -0.5 * usual])
+    _, stats = objective(new, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    assert stats["clip_fraction/high"].tolist() == [1, 0, 0, 0]
+    assert stats["clip_fraction/low"].tolist() == [0, 0, 1, 0]
+    assert ClippedRatio(density=density, reduce=reduce, clip_range=3e-3).clip_range == 3e-3
+
+
+def test_a_summed_unit_density_wants_its_clip_range_told():
+    with pytest.raises(ValueError, match=r"objective\.clip_range must be given with density=unit and reduce=sum"):
+        ClippedRatio(density="unit", reduce="sum")
+    assert ClippedRatio(density="unit", reduce="sum", clip_range=0.1).clip_range == 0.1
+
+
+def test_an_objective_that_keeps_its_density_to_itself_is_refused():
+    class Silent:
+        reduce, clip_range, needs_reference = "mean", 0.1, False
+
+    with pytest.raises(ValueError, match="it lacks density"):
+        check_objective(Silent())
 
 
 @pytest.mark.parametrize("bad", [{"clip_range": 0.0}, {"clip_range": 1.5}, {"kl": -1.0}])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import EDMEulerScheduler
 
 from flowgrpo import families
 from flowgrpo.adapters import Reference, make_trainable
@@ -41,9 +41,9 @@ def test_a_pipeline_without_a_denoiser_is_refused():
         families.policy_networks(object())
 
 
-def test_a_network_that_does_not_predict_a_velocity_is_refused():
-    with pytest.raises(ValueError, match=r"flow-matching pipeline.*DDIMScheduler with prediction_type='epsilon'"):
-        mdp_scheduler(DDIMScheduler())
+def test_a_scheduler_that_is_neither_a_flow_nor_on_discrete_levels_is_refused():
+    with pytest.raises(ValueError, match=r"flow-matching pipeline or.*EDMEulerScheduler with prediction_type='epsilon'"):
+        mdp_scheduler(EDMEulerScheduler())
 
 
 def test_the_longer_of_two_prompts_changes_nothing_for_the_shorter():

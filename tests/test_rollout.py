@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.data import Prompt
+from flowgrpo.group_noise import Distinct, Shared, Tree, check_group_noise, node_means
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics, Noise, Row, replay, rollout
 from flowgrpo.schedule import Explicit, Pipeline, Shifted
@@ -34,7 +35,7 @@ def test_the_log_ratio_before_the_first_update_is_zero(name, guidance):
     policy = policy_of(name, guidance)
     for transition in [factory() for factory in TRANSITIONS.values()]:
         for window in (range(0, 2), range(1, 3)):
-            trajectory = rollout(policy, ROWS, dynamics_of(policy, window, transition), Noise(0, 0, True), 6)
+            trajectory = rollout(policy, ROWS, dynamics_of(policy, window, transition), Noise(0, 0, Shared()), 6)
             for rows in (range(0, 6), range(2, 5)):  # one batch as it was sampled, and one across two groups
                 for i, step in enumerate(window):
                     new = replay(policy, trajectory, rows, step, grad=False).log_prob
@@ -59,8 +60,8 @@ def test_without_noise_the_pictures_are_the_pipelines_own(name, guidance):
 def test_a_shared_prefix_changes_nothing_but_the_number_of_calls(name):
     policy = policy_of(name)
     dynamics = dynamics_of(policy, range(2, 4))
-    together = rollout(policy, ROWS, dynamics, Noise(0, 3, True), 6)
-    alone = [rollout(policy, [row], dynamics, Noise(0, 3, True), 1) for row in ROWS]
+    together = rollout(policy, ROWS, dynamics, Noise(0, 3, Shared()), 6)
+    alone = [rollout(policy, [row], dynamics, Noise(0, 3, Shared()), 1) for row in ROWS]
     torch.testing.assert_close(together.x0, torch.cat([a.x0 for a in alone]), rtol=0, atol=1e-5)
     torch.testing.assert_close(
         together.media, torch.cat([a.media for a in alone]), rtol=0, atol=1e-4
@@ -69,10 +70,10 @@ def test_a_shared_prefix_changes_nothing_but_the_number_of_calls(name):
     assert sum(a.calls for a in alone) == 6 * 5
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_picture_depends_on_its_key_alone(shared):
+@pytest.mark.parametrize("within", [Shared(), Distinct(), Tree([1, 2])])
+def test_a_picture_depends_on_its_key_alone(within):
     policy = policy_of("sd3")
-    dynamics, noise = dynamics_of(policy), Noise(7, 3, shared)
+    dynamics, noise = dynamics_of(policy), Noise(7, 3, within)
     rows = ROWS[:4]
     four = rollout(policy, rows, dynamics, noise, 4)
     for other in (rollout(policy, rows, dynamics, noise, 2), rollout(policy, rows[::-1], dynamics, noise, 3)):
@@ -85,8 +86,8 @@ def test_a_picture_depends_on_its_key_alone(shared):
 
 def test_members_share_the_start_only_when_asked_and_always_differ():
     policy = policy_of("sd3")
-    for shared in (True, False):
-        trajectory = rollout(policy, ROWS[:3], dynamics_of(policy, range(0, 2)), Noise(0, 0, shared), 3)
+    for shared, within in ((True, Shared()), (False, Distinct())):
+        trajectory = rollout(policy, ROWS[:3], dynamics_of(policy, range(0, 2)), Noise(0, 0, within), 3)
         starts = trajectory.latents[:, 0]
         assert torch.equal(starts[0], starts[1]) is shared
         assert (trajectory.x0[0] - trajectory.x0[1]).abs().max() > 1e-3
@@ -96,7 +97,7 @@ def test_other_seeds_and_iterations_give_other_pictures():
     policy = policy_of("sd3")
     dynamics = dynamics_of(policy)
     pictures = [
-        rollout(policy, ROWS[:1], dynamics, noise, 1).x0 for noise in (Noise(0, 0, True), Noise(0, 1, True), Noise(1, 0, True))
+        rollout(policy, ROWS[:1], dynamics, Noise(*key, Shared()), 1).x0 for key in ((0, 0), (0, 1), (1, 0))
     ]
     assert all((pictures[i] - pictures[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
 
@@ -109,14 +110,14 @@ def test_calls_counted_on_the_network_are_the_calls_reported(name):
     next(iter(policy.networks.values())).register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    trajectory = rollout(policy, ROWS, dynamics, Noise(0, 0, True), 4)
+    trajectory = rollout(policy, ROWS, dynamics, Noise(0, 0, Shared()), 4)
     assert sum(seen) == trajectory.calls == 2 * 2 + 6 * 3
 
 
 def test_gradients_reach_every_weight_that_the_picture_depends_on():
     policy = policy_of("sd3")
     network = policy.networks["transformer"].requires_grad_(True)
-    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, True), 6)
+    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, Shared()), 6)
     replay(policy, trajectory, range(0, 6), 1).log_prob.sum().backward()
     missing = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     # the last block feeds no text on; and a zero bias of keys cannot move a softmax
@@ -126,7 +127,7 @@ def test_gradients_reach_every_weight_that_the_picture_depends_on():
 def test_a_trajectory_holds_no_graph_and_only_the_window():
     policy = policy_of("sd3")
     policy.networks["transformer"].requires_grad_(True)
-    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, True), 6)
+    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, Shared()), 6)
     for tensor in (trajectory.latents, trajectory.log_probs, trajectory.x0, trajectory.media):
         assert not tensor.requires_grad
     assert trajectory.latents.shape[:2] == (6, 3)
@@ -135,7 +136,7 @@ def test_a_trajectory_holds_no_graph_and_only_the_window():
 
 def test_replay_refuses_other_conditions_than_those_of_the_rollout():
     policy = policy_of("sd3")
-    trajectory = rollout(policy, ROWS[:2], dynamics_of(policy), Noise(0, 0, True), 2)
+    trajectory = rollout(policy, ROWS[:2], dynamics_of(policy), Noise(0, 0, Shared()), 2)
     policy.conditions = replace(policy.conditions, guidance_scale=2.0)
     with pytest.raises(ValueError, match=r"replayed under the conditions.*sample again"):
         replay(policy, trajectory, range(0, 2), 1)
@@ -144,7 +145,7 @@ def test_replay_refuses_other_conditions_than_those_of_the_rollout():
 def test_bfloat16_keeps_latents_and_log_probabilities_in_float32_with_a_small_gap():
     pipeline = build("sd3").to(torch.bfloat16)
     policy = Policy(pipeline, Conditions(**SIZE["sd3"], call=EXTRA["sd3"]), torch.bfloat16)
-    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, True), 6)
+    trajectory = rollout(policy, ROWS, dynamics_of(policy), Noise(0, 0, Shared()), 6)
     assert trajectory.latents.dtype == trajectory.log_probs.dtype == torch.float32
     assert not torch.equal(trajectory.latents, trajectory.latents.bfloat16().float())
     for rows in (range(0, 6), range(0, 1)):

@@ -10,6 +10,7 @@ import torch
 from flowgrpo.data import Prompt
 from flowgrpo.media import load_image
 from flowgrpo.policy import Conditions, Policy
+from flowgrpo.group_noise import Shared
 from flowgrpo.rollout import Dynamics, Noise, Row, Trajectory, rollout
 from flowgrpo.samples import save_samples
 from flowgrpo.schedule import SCHEDULES
@@ -26,7 +27,7 @@ def trajectory(sd3: Any) -> Trajectory:
     grid = policy.grid(4, SCHEDULES["pipeline"]())
     dynamics = Dynamics(grid, range(1, 3), TRANSITIONS["flow_sde"](), SOLVERS["euler"]())
     rows = [Row(prompt, sample) for prompt in (Prompt("a/b", 3), Prompt("c", 8, negative="own")) for sample in range(3)]
-    return rollout(policy, rows, dynamics, Noise(0, 5, shared_start=True), 6)
+    return rollout(policy, rows, dynamics, Noise(0, 5, Shared()), 6)
 
 
 def scores(n: int) -> Scores:

@@ -13,9 +13,10 @@ from torch.optim import AdamW, Optimizer
 
 from flowgrpo.adapters import Reference, make_trainable
 from flowgrpo.advantages import ADVANTAGES, Advantage
-from flowgrpo.config import ModelConfig, RewardConfig, RunConfig
+from flowgrpo.config import ModelConfig, RewardConfig, RunConfig, TailConfig
 from flowgrpo.data import Geometry, GroupSampler, PromptSet, check_geometry, load_prompts
 from flowgrpo.ema import Ema
+from flowgrpo.group_noise import GROUP_NOISES, GroupNoise, Tree, check_group_noise
 from flowgrpo.objectives import OBJECTIVES, check_objective
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics
@@ -23,10 +24,11 @@ from flowgrpo.schedule import SCHEDULES, Grid
 from flowgrpo.scoring import Component, Scorer
 from flowgrpo.signals import SIGNALS, Signal
 from flowgrpo.slots import call_checked, construct, import_object
-from flowgrpo.solvers import SOLVERS, Solver
+from flowgrpo.solvers import SOLVERS, DpmSolverPp2M, Solver
 from flowgrpo.step_weights import STEP_WEIGHTS, StepWeights
 from flowgrpo.transitions import TRANSITIONS, Transition
-from flowgrpo.window import WINDOWS, Window
+from flowgrpo.variance_window import Variance
+from flowgrpo.window import WINDOWS, When, Window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,6 +41,8 @@ class Choices:
     window: Window
     transition: Transition
     solver: Solver
+    tail: Solver | None
+    group_noise: GroupNoise
     signal: Signal
     advantage: Advantage
     objective: Any
@@ -68,7 +72,21 @@ class Parts:
         c = self.choices
         if len(window) and not 0 <= window.start < window.stop <= self.grid.num_steps - 1:
             raise ValueError(f"a window must lie in steps 0 to {self.grid.num_steps - 2}, got {window} from {c.window}")
-        return Dynamics(self.grid, window, c.transition, c.solver, c.objective.reduce)
+        grid = with_tail(self.grid, window, self.config.sampler.tail)
+        return Dynamics(grid, window, c.transition, c.solver, c.tail, c.objective.reduce, c.objective.density)
+
+
+def with_tail(grid: Grid, window: range, tail: TailConfig | None) -> Grid:
+    """The levels with the tail's own number of steps behind the window; without a window as they are."""
+    if tail is None or not len(window):
+        return grid
+    left = grid.num_steps - window.stop
+    return grid.with_tail(window.stop, tail.num_steps or max(1, round(left * (tail.rate or 1))))
+
+
+def when(config: RunConfig, iteration: int) -> When:
+    """An iteration of the configured run, as its window sees it."""
+    return When(iteration, config.iterations, config.sampler.num_steps, config.seed)
 
 
 def choose(config: RunConfig) -> Choices:
@@ -76,17 +94,20 @@ def choose(config: RunConfig) -> Choices:
     s = config.sampler
     choices = Choices(
         schedule=construct(s.schedule, SCHEDULES, "sampler.schedule"),
-        window=construct(s.window, WINDOWS, "sampler.window"),
+        window=construct(s.window, {**WINDOWS, "variance": Variance}, "sampler.window"),
         transition=construct(s.transition, TRANSITIONS, "sampler.transition"),
         solver=construct(s.solver, SOLVERS, "sampler.solver"),
+        tail=None if s.tail is None else construct(s.tail.solver, SOLVERS, "sampler.tail.solver"),
+        group_noise=construct(s.group_noise, GROUP_NOISES, "sampler.group_noise"),
         signal=construct(config.signal, SIGNALS, "signal"),
         advantage=construct(config.advantage, ADVANTAGES, "advantage"),
         objective=construct(config.objective, OBJECTIVES, "objective"),
         step_weights=construct(config.step_weights, STEP_WEIGHTS, "step_weights"),
     )
     check_objective(choices.objective)
-    for iteration in (0, config.iterations - 1):
-        choices.window.at(iteration, s.num_steps, config.seed)
+    for iteration in range(config.iterations):
+        window = choices.window.at(when(config, iteration))
+        check_group_noise(choices.group_noise, config.group_size, window)
     _check_together(config, choices)
     return choices
 
@@ -96,6 +117,16 @@ def _check_together(config: RunConfig, choices: Choices) -> None:
         raise ValueError(
             "sampler.transition.noise_level must be above 0 to train: without noise a step has no density and no ratio"
         )
+    if isinstance(choices.solver, DpmSolverPp2M):
+        raise ValueError(
+            "sampler.solver: dpmpp_2m serves behind the window only, before it its error would enter the stochastic steps "
+            "(MixGRPO-Flash, table 12); set sampler.tail.solver, and sampler.solver: euler or heun"
+        )
+    if isinstance(choices.group_noise, Tree) and isinstance(choices.window, Variance):
+        raise ValueError("sampler.group_noise: a tree needs a window that holds its splits, the variance window moves; use all")
+    tail = config.sampler.tail
+    if tail is not None and tail.num_steps is not None and tail.rate is not None:
+        raise ValueError("sampler.tail takes num_steps or rate, not both; remove one")
     if all(reward.weight == 0 for reward in config.rewards):
         raise ValueError("rewards: at least one must have a weight above 0, all are monitors; raise one weight")
     names = [reward.name for reward in config.rewards]

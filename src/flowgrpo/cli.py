@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the commands, so that help is instant."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import flowgrpo
 
 if TYPE_CHECKING:
     from flowgrpo.config import RunConfig
+    from flowgrpo.forecast import Forecast
 
 app = typer.Typer(
     help="Align text-to-image and text-to-video generators with GRPO, through any diffusers pipeline.",
@@ -26,6 +28,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as sampler.num_steps=10.")
 ]
+HYBRID = "Share of the steps, from the noisiest, that the tuned model makes; the base makes the rest."
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -69,12 +72,33 @@ def train_command(
     raise typer.Exit(code)
 
 
+@app.command("plan")
+def plan_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files, and settings to change in all of them.")
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="Processes that will share the samples.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Say what runs will cost, from their configs alone: network calls, updates, memory, windows."""
+    with _reported(debug):
+        overrides = [text for text in arguments if _is_override(text)]
+        configs = [text for text in arguments if not _is_override(text)]
+        if not configs:
+            raise ValueError(f"plan needs a config, got only settings: {' '.join(overrides)}; name a YAML file first")
+        settings = {path: _load(Path(path), overrides) for path in configs}
+        from flowgrpo.forecast import forecast
+
+        _print_forecasts([forecast(config, processes) for config in settings.values()])
+
+
 @app.command("generate")
 def generate_command(
     pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="Hub id or local folder of a diffusers pipeline.")],
     prompts: Annotated[Path, typer.Option(help="Prompt file, .txt or .jsonl.")],
     output: Annotated[Path, typer.Option(help="Folder for the files; what it has already is kept.")],
     adapter: Annotated[Path | None, typer.Option(help="LoRA folder or file, or a run folder.")] = None,
+    hybrid: Annotated[float | None, typer.Option(min=0, max=1, help=HYBRID)] = None,
     samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: the pipeline's own.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(min=1, help="Classifier-free; default: pipeline's.")] = None,
@@ -93,18 +117,21 @@ def generate_command(
     with _reported(debug):
         from flowgrpo.data import load_prompts
 
+        if hybrid is not None and adapter is None:
+            raise ValueError(f"--hybrid {hybrid:g} cannot take effect without --adapter, the tuned model; give both or none")
         prompt_set, arguments = load_prompts(prompts), _call_arguments(call or [])
         _quiet()
-        from flowgrpo.generate import generate, policy_from
+        from flowgrpo.generate import generate, hybrid_from, policy_from
 
         policy, steps, origin = policy_from(
             pipeline, adapter, dtype=dtype, num_steps=num_steps, guidance_scale=guidance_scale,
             negative_prompt=negative_prompt, height=height, width=width, num_frames=num_frames, call=arguments,
         )  # fmt: skip
+        cut = None if hybrid is None else hybrid_from(policy, origin, steps, hybrid)
         with _progress("samples", len(prompt_set) * samples_per_prompt) as advance:
             generate(
                 policy, prompt_set.prompts, output, samples_per_prompt=samples_per_prompt, num_steps=steps, seed=seed,
-                batch_size=batch_size, fps=fps, origin=origin, on_batch=advance,
+                batch_size=batch_size, fps=fps, hybrid=cut, origin=origin, on_batch=advance,
             )  # fmt: skip
         typer.echo(f"{len(prompt_set)} prompts x {samples_per_prompt} in {output}, described in manifest.jsonl")
 
@@ -119,11 +146,12 @@ def evaluate_command(
     output: Annotated[
         Path | None, typer.Option(help="JSON file to write; default: evaluation.json beside the trained model.")
     ] = None,
+    hybrid: Annotated[float | None, typer.Option(min=0, max=1, help=f"{HYBRID} Sets evaluation.hybrid.")] = None,
     debug: Debug = False,
 ) -> None:
     """Compare a trained model with its base on the held-out prompts: same prompts, same start noise."""
     with _reported(debug):
-        settings = _load(config, overrides)
+        settings = _load(config, [*(overrides or []), *([] if hybrid is None else [f"evaluation.hybrid={hybrid}"])])
         _quiet()
         from flowgrpo.tuned import compare, heldout_prompts, locate, write
 
@@ -135,6 +163,8 @@ def evaluate_command(
         target = output or (path if path.is_dir() else path.parent) / "evaluation.json"
         write(result, target)
         _print_rises(result)
+        if cut := result["hybrid"]:
+            typer.echo(f"tuned: {cut['tuned_steps']} of {cut['num_steps']} steps are the tuned model's, the rest its base's")
         typer.echo(f"written to {target}")
 
 
@@ -204,6 +234,33 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def _is_override(text: str) -> bool:
+    return re.match(r"[A-Za-z_][\w.]*=", text) is not None
+
+
+def _print_forecasts(forecasts: "list[Forecast]") -> None:
+    """One run in full, several as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from flowgrpo.forecast import describe, forecast_table, picture
+
+    console = Console(highlight=False)
+    if len(forecasts) > 1:
+        console.print(forecast_table(forecasts))
+        return
+    (one,) = forecasts
+    table = Table(title=f"plan of {one.config.name}", show_header=False, title_justify="left")
+    for name, words in describe(one).items():
+        table.add_row(name, words)
+    console.print(table)
+    if one.measured:
+        console.print("windows: decided by measurement while the run goes on")
+        return
+    console.print(f"windows over {one.config.iterations} iterations, left to right; darker where more of them train the step")
+    console.print("\n".join(picture(one.windows, one.config.sampler.num_steps)), markup=False)
 
 
 def _print_rises(summary: dict[str, Any]) -> None:

@@ -71,6 +71,14 @@ class PromptsConfig(Section):
     heldout: str | None = Field(default=None, description="Prompt file for evaluation; never trained on.")
 
 
+class TailConfig(Section):
+    solver: Slot = Field(default=Slot(use="dpmpp_2m"), description="Deterministic step behind the window: dpmpp_2m, heun, euler.")
+    num_steps: Positive | None = Field(default=None, description="Steps from the window's end to sigma 0, whatever the window.")
+    rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Steps as a share of those that would be left (MixGRPO-Flash: 0.4); rounded, at least one."
+    )
+
+
 class SamplerConfig(Section):
     num_steps: Positive = Field(default=25, description="Network evaluations per sample (MixGRPO: 25).")
     guidance_scale: Annotated[float, Field(ge=1)] = Field(
@@ -81,11 +89,15 @@ class SamplerConfig(Section):
     width: Positive | None = Field(default=None, description="Pixels; default: the pipeline's own.")
     num_frames: Positive | None = Field(default=None, description="Frames of a film; default: the pipeline's own.")
     schedule: Slot = Field(default=Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
-    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps: progressive, random, frozen, all.")
+    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps; see docs/recipes.md.")
     transition: Slot = Field(default=Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps.")
-    solver: Slot = Field(default=Slot(use="euler"), description="Deterministic step outside the window: euler.")
-    group_noise: Literal["shared", "distinct"] = Field(
-        default="shared", description="One start noise per group (its prefix is computed once), or one per sample."
+    solver: Slot = Field(default=Slot(use="euler"), description="Deterministic step outside the window: euler, heun.")
+    tail: TailConfig | None = Field(
+        default=None, description="Another solver and fewer steps behind the window (MixGRPO-Flash); null: as before it."
+    )
+    group_noise: Slot = Field(
+        default=Slot(use="shared"),
+        description="Start noise of a group: shared (what comes before the window is computed once), distinct, tree.",
     )
     batch_size: Positive = Field(
         default=32, description="Samples in one pipeline call, per process. Pictures do not depend on it."
@@ -132,6 +144,10 @@ class EvaluationConfig(Section):
     guidance_scale: Annotated[float, Field(ge=1)] | None = Field(default=None, description="Guidance; default: the sampler's.")
     batch_size: Positive = Field(default=100, description="Samples in one pipeline call.")
     seed: int = Field(default=20260, description="Seed of the start noise; the same for base and tuned.")
+    hybrid: Fraction | None = Field(
+        default=None,
+        description="Share of the steps, from the noisiest, that the tuned model makes; its base makes the rest. Null: all.",
+    )
     gold: str | None = Field(default=None, description="The reward, by name, that the run is judged by; default: the first.")
 
 

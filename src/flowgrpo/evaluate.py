@@ -19,12 +19,13 @@ from flowgrpo.checkpoint import fresh_temporary, replace_folder
 from flowgrpo.config import RunConfig
 from flowgrpo.data import SIZE_FIELDS, Prompt
 from flowgrpo.families import check_size, guidance_argument, pipeline_call
+from flowgrpo.hybrid import Hybrid, check_hybrid, draw
 from flowgrpo.paired import Rise, paired_rise, rise_by_kind
 from flowgrpo.policy import Policy
 from flowgrpo.scoring import Scorer
 
 __all__ = [
-    "Evaluation", "Rise", "check_sizes", "conditions", "evaluate", "evaluate_as_configured",
+    "Evaluation", "Rise", "check_sizes", "conditions", "evaluate", "evaluate_as_configured", "evaluation_steps",
     "load", "own_size", "paired_rise", "rise_by_kind", "save", "size_batches", "summary",
 ]  # fmt: skip
 
@@ -66,15 +67,18 @@ def load(folder: Path) -> Evaluation:
 
 
 def evaluate(policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *, num_steps: int, batch_size: int, seed: int,
-             guidance_scale: float | None = None, keep: Collection[int] = (),
+             guidance_scale: float | None = None, hybrid: Hybrid | None = None, keep: Collection[int] = (),
              on_batch: Callable[[int], None] = lambda _: None) -> Evaluation:  # fmt: skip
     """Generate and score one sample a prompt.
 
     Start noise is keyed by (seed, position of the prompt): two policies see the same, whatever the batch size. Guidance
-    is the policy's own unless given. `keep` are the positions whose media is kept; `on_batch` hears of the number of
-    samples just done. Raises ValueError, before it samples, for a size or guidance that the pipeline cannot follow.
+    is the policy's own unless given; with `hybrid` the base makes the last steps. `keep` are the positions whose media
+    is kept; `on_batch` hears of the number of samples just done. Raises ValueError, before it samples, for a size,
+    guidance or hybrid that the pipeline cannot follow.
     """
     check_sizes(policy, prompts)
+    if hybrid is not None:
+        check_hybrid(policy.own_scheduler, hybrid.share, num_steps)
     guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
     if (guidance_scale or 1) > 1 and guidance_argument(policy.pipeline) is None:
         kind = type(policy.pipeline).__name__
@@ -85,7 +89,7 @@ def evaluate(policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *, num_s
         mine = [prompts[position] for position in batch]
         generators = [keys.generator("eval", seed, position) for position in batch]
         with conditions(policy, **guidance, **own_size(mine[0])):
-            clips = policy.generate(mine, num_steps, generators).float().cpu()
+            clips = draw(policy, mine, num_steps, generators, hybrid).float().cpu()
         values[batch] = scorer(clips, mine).values
         media.update({position: clips[row].clone() for row, position in enumerate(batch) if position in keep})
         on_batch(len(batch))
@@ -93,14 +97,22 @@ def evaluate(policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *, num_s
 
 
 def evaluate_as_configured(config: RunConfig, policy: Policy, scorer: Scorer, prompts: Sequence[Prompt], *,
-                           keep: Collection[int] = (), on_batch: Callable[[int], None] = lambda _: None,
-                           ) -> Evaluation:  # fmt: skip
-    """`evaluate` with the settings of a config's evaluation; where these are silent, those of its sampler."""
+                           hybrid: Hybrid | None = None, keep: Collection[int] = (),
+                           on_batch: Callable[[int], None] = lambda _: None) -> Evaluation:  # fmt: skip
+    """`evaluate` with the settings of a config's evaluation; where these are silent, those of its sampler.
+
+    `hybrid` comes from the caller, who knows which of the two models this is.
+    """
     e = config.evaluation
     return evaluate(
-        policy, scorer, prompts, num_steps=e.num_steps or config.sampler.num_steps, batch_size=e.batch_size, seed=e.seed,
-        guidance_scale=e.guidance_scale, keep=keep, on_batch=on_batch,
+        policy, scorer, prompts, num_steps=evaluation_steps(config), batch_size=e.batch_size, seed=e.seed,
+        guidance_scale=e.guidance_scale, hybrid=hybrid, keep=keep, on_batch=on_batch,
     )  # fmt: skip
+
+
+def evaluation_steps(config: RunConfig) -> int:
+    """The denoising steps of a config's evaluation."""
+    return config.evaluation.num_steps or config.sampler.num_steps
 
 
 def size_batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:

@@ -17,11 +17,12 @@ from flowgrpo.config import ModelConfig
 from flowgrpo.data import SIZE_FIELDS, Prompt
 from flowgrpo.evaluate import check_sizes, conditions, own_size, size_batches
 from flowgrpo.families import guidance_argument, pipeline_call
+from flowgrpo.hybrid import Hybrid, check_hybrid, draw, hybrid_facts
 from flowgrpo.media import safe_name, save_image, save_video
 from flowgrpo.policy import Conditions, Policy
-from flowgrpo.tuned import load_tuned
+from flowgrpo.tuned import load_hybrid, load_tuned
 
-__all__ = ["MANIFEST", "generate", "policy_from", "read_manifest", "save_media"]
+__all__ = ["MANIFEST", "generate", "hybrid_from", "policy_from", "read_manifest", "save_media"]
 
 MANIFEST = "manifest.jsonl"
 FPS = 16
@@ -41,16 +42,20 @@ class Job:
 
 
 def generate(policy: Policy, prompts: Sequence[Prompt], folder: Path, *, samples_per_prompt: int, num_steps: int,
-             seed: int, batch_size: int, fps: int | float = FPS, origin: Mapping[str, Any] | None = None,
+             seed: int, batch_size: int, fps: int | float = FPS, hybrid: Hybrid | None = None,
+             origin: Mapping[str, Any] | None = None,
              on_batch: Callable[[int], None] = lambda _: None) -> list[dict[str, Any]]:  # fmt: skip
     """Write every sample that the folder lacks; returns the whole manifest, in the order of prompts and samples.
 
-    A sample depends on (seed, prompt id, sample) alone. `origin` says what the policy was loaded from; `fps` is for
-    films; `on_batch` hears of the number of samples just done, at first of those found. Raises ValueError if the folder
-    holds samples made in another way, and for a sample that is not finite.
+    A sample depends on (seed, prompt id, sample) alone. With `hybrid` the base makes the last steps. `origin` says
+    what the policy was loaded from; `fps` is for films; `on_batch` hears of the number of samples just done, at first of
+    those found. Raises ValueError if the folder holds samples made in another way, and for a sample that is not finite.
     """
     check_sizes(policy, prompts)
-    settings = {**(origin or {}), **_settings(policy, num_steps, fps), "seed": seed}
+    if hybrid is not None:
+        check_hybrid(policy.own_scheduler, hybrid.share, num_steps)
+    cut = hybrid_facts(hybrid and hybrid.share, num_steps)
+    settings = {**(origin or {}), **_settings(policy, num_steps, fps), "seed": seed, "hybrid": cut}
     jobs = [
         Job(prompt, sample, {**_facts(policy, prompt), "sample": sample, **settings, "key": _key(seed, prompt, sample)})
         for prompt in prompts
@@ -61,7 +66,7 @@ def generate(policy: Policy, prompts: Sequence[Prompt], folder: Path, *, samples
     on_batch(sum(job.key in done for job in jobs))
     todo = [job for job in jobs if job.key not in done]
     for batch in size_batches([job.prompt for job in todo], batch_size):
-        _make(policy, [todo[i] for i in batch], folder, num_steps, fps, done)
+        _make(policy, [todo[i] for i in batch], folder, num_steps, fps, hybrid, done)
         on_batch(len(batch))
     return [done[job.key] for job in jobs]
 
@@ -87,11 +92,18 @@ def policy_from(pipeline: str, adapter: Path | None, *, dtype: Literal["float32"
     return policy, num_steps or defaults["num_inference_steps"], origin
 
 
+def hybrid_from(policy: Policy, origin: Mapping[str, Any], num_steps: int, share: float) -> Hybrid:
+    """Hybrid inference for a policy of `policy_from`, given its origin. Raises ValueError where there is no cut."""
+    check_hybrid(policy.own_scheduler, share, num_steps)
+    model = ModelConfig.model_validate({name: origin[name] for name in ("pipeline", "dtype")})
+    return load_hybrid(policy, model, Path(origin["adapter"]), share)
+
+
 def _make(policy: Policy, jobs: Sequence[Job], folder: Path, num_steps: int, fps: int | float,
-          done: dict[tuple[int, int], dict[str, Any]]) -> None:  # fmt: skip
+          hybrid: Hybrid | None, done: dict[tuple[int, int], dict[str, Any]]) -> None:  # fmt: skip
     generators = [keys.generator(*job.facts["key"]) for job in jobs]
     with conditions(policy, **own_size(jobs[0].prompt)):
-        media = policy.generate([job.prompt for job in jobs], num_steps, generators).float().cpu()
+        media = draw(policy, [job.prompt for job in jobs], num_steps, generators, hybrid).float().cpu()
     for job, clip in zip(jobs, media, strict=True):
         line = {**save_media(clip, folder, job.prompt, job.sample, fps), **job.facts}
         with (folder / MANIFEST).open("a", encoding="utf-8") as manifest:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 __all__ = ["MEANINGS", "TRACKERS", "Metrics", "TensorBoard", "Tracker", "Wandb", "meaning", "read", "truncate"]
 
-SUMS = {"calls/replay", "calls/rollout", "samples", "score/<name>/missing"}
+SUMS = {"calls/probe", "calls/replay", "calls/rollout", "samples", "score/<name>/missing"}
 MAXIMA = {"ratio/max_gap"}
 
 MEANINGS: dict[str, str] = {
     "advantage/abs_mean": "Mean size of the advantages, without sign. 0 means that nothing is learnt.",
     "advantage/zero_std_groups": "Share of groups, in [0, 1], whose signals are all equal: their advantage is 0.",
+    "calls/probe": "Denoising steps that measured where the reward varies, for the variance window; else 0.",
     "calls/replay": "Denoising steps of the update, summed over samples and processes; guidance makes two passes of each.",
     "calls/rollout": "Denoising steps of the rollout, summed over samples and processes; guidance makes two passes of each.",
     "clip_fraction/high": "Share of (sample, step) pairs held back by the upper end of the clip range.",

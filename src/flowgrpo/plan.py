@@ -1,19 +1,22 @@
 """What a run will do, before it does it: geometry, network calls, updates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowgrpo.build import Parts
+from flowgrpo.build import Parts, when
+from flowgrpo.data import Geometry
+from flowgrpo.group_noise import GroupNoise
+from flowgrpo.rollout import Dynamics
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Network calls for one sample of one iteration; a shared prefix is split among its group."""
+    """Network calls for one sample of one iteration; those that a group shares are split among its samples."""
 
     prefix: float
-    window: int
-    tail: int
-    replay: int
+    window: float
+    tail: float
+    replay: float
 
     @property
     def rollout(self) -> float:
@@ -21,10 +24,29 @@ class Cost:
         return self.prefix + self.window + self.tail
 
 
-def cost(window: range, num_steps: int, group_size: int, shared: bool) -> Cost:
-    """Calls by part, for a window in a trajectory of num_steps."""
-    prefix = window.start / group_size if shared else float(window.start)
-    return Cost(prefix, len(window), num_steps - window.stop, len(window))
+def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = ()) -> Cost:
+    """Calls by part, for the group-major rows of a process: in a rollout each step's once per node of a group, in a replay
+    once per node of each micro-batch. `batches` are those; without them one holds a whole group.
+    """
+    plan, window = dynamics.plan(0, dynamics.grid.num_steps), dynamics.window
+    batches = batches or [range(group_size)]
+    rows = range(batches[-1].stop)
+
+    def share(batch: range, step: int) -> float:
+        return len({(row // group_size, within.node(row % group_size, step, window)) for row in batch}) / len(rows)
+
+    def calls(steps: range) -> float:
+        return sum(plan.calls(step) * share(rows, step) for step in steps)
+
+    replay = sum(share(batch, step) for batch in batches for step in window)
+    return Cost(calls(range(window.start)), calls(window), calls(range(window.stop, plan.last)), replay)
+
+
+def micro_batches(geometry: Geometry, size: int) -> list[range]:
+    """The rows of a process that are replayed at once, update after update."""
+    part = geometry.samples_per_update
+    starts = range(0, geometry.samples_per_process, part)
+    return [range(i, min(i + size, start + part)) for start in starts for i in range(start, start + part, size)]
 
 
 def describe(parts: Parts) -> Mapping[str, str]:
@@ -33,17 +55,19 @@ def describe(parts: Parts) -> Mapping[str, str]:
     s, o = config.sampler, config.optimizer
     trained = sum(p.numel() for p in parts.trained.values())
     total = sum(p.numel() for network in parts.policy.networks.values() for p in network.parameters())
-    first = cost(choices.window.at(0, s.num_steps, config.seed), s.num_steps, config.group_size, s.group_noise == "shared")
-    micro = -(-g.samples_per_update // min(o.micro_batch_size, g.samples_per_update))
+    dynamics = parts.dynamics(choices.window.at(when(config, 0)))
+    batches = micro_batches(g, o.micro_batch_size)
+    first = cost(dynamics, choices.group_noise, config.group_size, batches)
     return {
         "policy": f"{type(parts.policy.pipeline).__name__}, {config.model.train}: trains {trained:,} of {total:,} parameters",
         "groups": f"{config.prompts_per_iteration} prompts x {config.group_size} samples = {g.samples} samples an iteration",
         "processes": f"{parts.accelerator.num_processes} on {parts.accelerator.device}, {g.samples_per_process} samples each",
         "levels": ", ".join(f"{sigma:.3f}" for sigma in parts.grid.sigmas),
-        "window": f"{choices.window}, {choices.transition}, then {choices.solver}",
-        "calls a sample": f"rollout {first.rollout:.2f} of {s.num_steps} (prefix {first.prefix:.2f}, window {first.window}, "
-        f"tail {first.tail}; {s.group_noise} start noise), replay {first.replay}; first iteration",
+        "window": f"{choices.window}, {choices.transition}; before it {dynamics.solver}, behind it "
+        f"{dynamics.tail or dynamics.solver}",
+        "calls a sample": f"rollout {first.rollout:.2f} of {s.num_steps} (prefix {first.prefix:.2f}, window {first.window:.2f}, "
+        f"tail {first.tail:.2f}; {choices.group_noise}), replay {first.replay:.2f}; first iteration",
         "updates": f"{o.updates_per_iteration} an iteration, {config.iterations * o.updates_per_iteration} in all; each sums "
-        f"{micro} micro-batches x {first.window} steps per process",
+        f"{len(batches) // o.updates_per_iteration} micro-batches x {len(dynamics.window)} steps per process",
         "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}, {choices.step_weights}",
     }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flowgrpo import families
 from flowgrpo.data import Prompt
+from flowgrpo.discrete import ddim_grid, is_discrete
 from flowgrpo.mdp_scheduler import Plan, Record, mdp_scheduler
 from flowgrpo.media import from_pipeline_output
 from flowgrpo.schedule import Grid, Schedule
@@ -64,10 +65,11 @@ class Policy:
         The first latents are `start` (b, *s) or drawn by the pipeline from one generator per row. Returns the record and,
         with `decode`, media (b, f, 3, h, w) in [0, 1].
         """
-        record, self._start = self.scheduler.begin(plan), start
+        record = self.scheduler.begin(plan)
+        self._start = start if start is None or plan.grid.scales is None else plan.grid.scale(plan.first) * start
         self.pipeline.scheduler = self.scheduler
         try:
-            result = self._run_pipeline(prompts, plan.last - plan.first, generators, decode, grad)
+            result = self._run_pipeline(prompts, len(plan.timesteps), generators, decode, grad)
         finally:
             self._start, self.pipeline.scheduler = None, self.own_scheduler
         return record, from_pipeline_output(families.output_of(result)) if decode else None
@@ -82,8 +84,10 @@ class Policy:
 
     def grid(self, num_steps: int, schedule: Schedule) -> Grid:
         """The levels of a run: the schedule's, or the pipeline's own for this size."""
-        own = self._own_grid(num_steps)
-        sigmas = schedule.sigmas(num_steps)
+        sigmas, discrete = schedule.sigmas(num_steps), is_discrete(self.own_scheduler)
+        if discrete and sigmas is not None:
+            raise ValueError("sampler.schedule: this model has discrete levels of its own; set it to pipeline")
+        own = ddim_grid(self.own_scheduler, num_steps) if discrete else self._own_grid(num_steps)
         if sigmas is None:
             return own
         scale = self.own_scheduler.config.num_train_timesteps

@@ -1,7 +1,8 @@
 """Rollout: sample a trajectory, stochastic in the window, deterministic outside. Replay: score its stored steps again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from flowgrpo import keys
 from flowgrpo.data import Prompt
-from flowgrpo.mdp_scheduler import Plan
+from flowgrpo.group_noise import GroupNoise
+from flowgrpo.mdp_scheduler import Plan, Record
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.schedule import Grid
 from flowgrpo.solvers import Solver
-from flowgrpo.transitions import Gaussian, Prediction, Reduce, Transition
+from flowgrpo.transitions import Density, Gaussian, Prediction, Reduce, Transition
 
 
 @dataclass(frozen=True)
@@ -30,32 +32,37 @@ class Noise:
 
     seed: int
     iteration: int
-    shared_start: bool
+    within: GroupNoise
 
-    def start(self, row: Row) -> torch.Generator:
-        """The generator of a sample's first latent; one for the whole group when it is shared."""
-        sample = 0 if self.shared_start else row.sample
-        return keys.generator("start", self.seed, self.iteration, row.prompt.id, sample)
+    def start(self, row: Row, window: range) -> torch.Generator:
+        """The generator of a node's first latent."""
+        return keys.generator("start", self.seed, self.iteration, row.prompt.id, self.within.node(row.sample, -1, window))
 
-    def step(self, rows: Sequence[Row], step: int, shape: tuple[int, ...]) -> Float[Tensor, " b *s"]:
-        """Standard normal noise of a window step."""
-        parts = [("step", self.seed, self.iteration, row.prompt.id, row.sample, step) for row in rows]
-        return torch.stack([keys.normal(shape[1:], *part) for part in parts])
+    def step(self, rows: Sequence[Row], step: int, window: range, shape: tuple[int, ...]) -> Float[Tensor, " b *s"]:
+        """Standard normal noise of a window step, one node a row."""
+        parts = [((self.seed, self.iteration, row.prompt.id), row.sample) for row in rows]
+        return torch.stack([self.within.step_noise(key, sample, step, window, shape[1:]) for key, sample in parts])
 
 
 @dataclass(frozen=True)
 class Dynamics:
-    """How a trajectory moves: its levels, where it is stochastic, and by which law."""
+    """How a trajectory moves: its levels, where it is stochastic and by which law, and what moves it before and after."""
 
     grid: Grid
     window: range
     transition: Transition
     solver: Solver
+    tail: Solver | None = None  # behind the window; None: the solver too
     reduce: Reduce = "mean"
+    density: Density = "exact"
 
     def plan(self, first: int, last: int) -> Plan:
         """The steps first to last - 1."""
-        return Plan(self.grid, first, last, self.window, self.transition, self.solver)
+        return Plan(self.grid, first, last, self.window, self.transition, self.solver, self.tail or self.solver)
+
+    def log_density(self, law: Gaussian, x: Float[Tensor, " b *s"]) -> Float[Tensor, " b"]:
+        """log pi of a step, in the form that the objective asks for."""
+        return law.log_density(x, self.reduce, self.density)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Trajectory:
 
     rows: tuple[Row, ...]
     dynamics: Dynamics
+    within: GroupNoise
     conditions: Conditions
     latents: Float[Tensor, " b states *s"]  # the w + 1 latents around the window's steps, float32
     log_probs: Float[Tensor, " b window"]
@@ -81,6 +89,14 @@ class Trajectory:
         """The prompt id of each row."""
         return torch.tensor([row.prompt.id for row in self.rows])
 
+    def nodes(self, rows: Sequence[int], step: int) -> dict[int, int]:
+        """One row for each node among `rows` at a step, and how many of them it stands for."""
+        counts: dict[tuple[int, int], list[int]] = {}
+        for i in rows:
+            row = self.rows[i]
+            counts.setdefault((row.prompt.id, self.within.node(row.sample, step, self.dynamics.window)), []).append(i)
+        return {members[0]: len(members) for members in counts.values()}
+
 
 @dataclass(frozen=True)
 class StepScore:
@@ -91,55 +107,96 @@ class StepScore:
     prediction: Prediction
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What one node of a segment left: the latents before its steps, the log-density of its window steps, the last latent."""
+
+    latents: Mapping[int, Tensor]
+    log_probs: Mapping[int, Tensor]
+    last: Tensor
+    media: Tensor | None
+
+
 def rollout(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, batch_size: int,
             between: Callable[[], None] = lambda: None) -> Trajectory:  # fmt: skip
     """Sample every row, `batch_size` at a time; `between` is called before each batch.
 
-    With a shared start noise the steps before the window are the same for a whole group: they run once per prompt.
+    Samples of a group that are still one (with a shared start noise: before the window) run as one.
     """
-    prefixes: dict[int, Tensor] = {}
-    parts = []
-    for first in range(0, len(rows), batch_size):
-        between()
-        chunk = rows[first : first + batch_size]
-        if noise.shared_start and dynamics.window.start > 0:
-            _extend_prefixes(prefixes, policy, chunk, dynamics, noise)
-        parts.append(_sample(policy, chunk, dynamics, noise, prefixes))
-    joined = {name: torch.cat([getattr(p, name) for p in parts]) for name in ("latents", "log_probs", "x0", "media")}
-    calls = len(prefixes) * dynamics.window.start + sum(p.calls for p in parts)
-    return replace(parts[0], rows=tuple(rows), calls=calls, **joined)
+    window, bounds = dynamics.window, list(segments(rows, dynamics, noise.within))
+    stored: list[dict[Row, _Stored]] = []
+    calls = 0
+    for first, last in pairwise(bounds):
+        nodes = list(dict.fromkeys(node_of(row, first, noise.within, window) for row in rows))
+        starts = [stored[-1][node_of(n, first - 1, noise.within, window)].last for n in nodes] if stored else None
+        done: dict[Row, _Stored] = {}
+        for i in range(0, len(nodes), batch_size):
+            between()
+            batch = slice(i, i + batch_size)
+            start = torch.stack(starts[batch]) if starts else None
+            parts, made = _run_segment(policy, nodes[batch], start, dynamics, noise, first, last)
+            done.update(zip(nodes[batch], parts, strict=True))
+            calls += made * len(parts)
+        stored.append(done)
+    return _trajectory(policy, rows, dynamics, noise, bounds, stored, calls)
 
 
-def _extend_prefixes(
-    prefixes: dict[int, Tensor], policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise
-) -> None:
-    new = list({row.prompt.id: row for row in rows if row.prompt.id not in prefixes}.values())
-    if not new:
-        return
-    generators = [noise.start(row) for row in new]
-    record, _ = policy.run([r.prompt for r in new], dynamics.plan(0, dynamics.window.start), generators=generators)
-    prefixes.update(zip((row.prompt.id for row in new), record.last, strict=True))
+def segments(rows: Sequence[Row], dynamics: Dynamics, within: GroupNoise) -> Iterator[int]:
+    """0, the steps before which samples part, and the number of steps."""
+    counts = [
+        len({node_of(row, step, within, dynamics.window) for row in rows}) for step in range(dynamics.grid.num_steps)
+    ]
+    yield 0
+    yield from (step for step in range(1, len(counts)) if counts[step] != counts[step - 1])
+    yield len(counts)
 
 
-def _sample(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, prefixes: dict[int, Tensor]) -> Trajectory:
+def node_of(row: Row, step: int, within: GroupNoise, window: range) -> Row:
+    """The row that stands for all those that are one with this at a step."""
+    return Row(row.prompt, within.node(row.sample, step, window))
+
+
+def _run_segment(policy: Policy, nodes: Sequence[Row], start: Tensor | None, dynamics: Dynamics, noise: Noise,
+                 first: int, last: int) -> tuple[list[_Stored], int]:  # fmt: skip
+    """The steps first to last - 1 of some nodes, and the network calls that each took."""
+    decode, window = last == dynamics.grid.num_steps, dynamics.window
+    plan = replace(dynamics.plan(first, last), noise=lambda step, shape: noise.step(nodes, step, window, shape))
+    generators = [noise.start(node, window) for node in nodes]
+    record, media = policy.run([node.prompt for node in nodes], plan, start=start, generators=generators, decode=decode)
+    log_probs = {step: dynamics.log_density(law, _after(record, step)) for step, law in record.laws.items()}
+    clips = [None] * len(nodes) if media is None else media.float().cpu()
+    stored = [
+        _Stored(_of(record.latents, i), _of(log_probs, i), record.last[i], clips[i]) for i in range(len(nodes))
+    ]  # fmt: skip
+    return stored, record.calls
+
+
+def _after(record: Record, step: int) -> Tensor:
+    return record.latents[step + 1] if step + 1 in record.latents else record.last
+
+
+def _of(values: Mapping[int, Tensor], i: int) -> dict[int, Tensor]:
+    return {step: value[i] for step, value in values.items()}
+
+
+def _trajectory(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, bounds: Sequence[int],
+                stored: Sequence[Mapping[Row, _Stored]], calls: int) -> Trajectory:  # fmt: skip
+    """Every row's path through its nodes, put together."""
     window = dynamics.window
-    start = torch.stack([prefixes[row.prompt.id] for row in rows]) if prefixes else None
-    generators = [noise.start(row) for row in rows]
-    plan = replace(
-        dynamics.plan(window.start if prefixes else 0, dynamics.grid.num_steps),
-        noise=lambda step, shape: noise.step(rows, step, shape),
-    )
-    prompts = [row.prompt for row in rows]
-    record, media = policy.run(prompts, plan, start=start, generators=generators, decode=True)
-    assert media is not None
-    latents = torch.stack([record.latents[step] for step in range(window.start, window.stop + 1)], dim=1)
-    log_probs = [record.laws[step].log_density(latents[:, i + 1], dynamics.reduce) for i, step in enumerate(window)]
-    calls = record.calls * len(rows)
-    return Trajectory(tuple(rows), dynamics, policy.conditions, latents, torch.stack(log_probs, dim=1), record.last,
-                      media.float().cpu(), calls)  # fmt: skip
+    latents, log_probs = [], []
+    for row in rows:
+        path = [done[node_of(row, first, noise.within, window)] for first, done in zip(bounds, stored, strict=False)]
+        states = {step: x for part in path for step, x in part.latents.items()}
+        densities = {step: value for part in path for step, value in part.log_probs.items()}
+        latents.append(torch.stack([states[step] for step in range(window.start, window.stop + 1)]))
+        log_probs.append(torch.stack([densities[step] for step in window]))
+    ends = [stored[-1][node_of(row, bounds[-2], noise.within, window)] for row in rows]
+    media = [end.media for end in ends if end.media is not None]
+    return Trajectory(tuple(rows), dynamics, noise.within, policy.conditions, torch.stack(latents), torch.stack(log_probs),
+                      torch.stack([end.last for end in ends]), torch.stack(media), calls)  # fmt: skip
 
 
-def replay(policy: Policy, trajectory: Trajectory, rows: range, step: int, grad: bool = True) -> StepScore:
+def replay(policy: Policy, trajectory: Trajectory, rows: Sequence[int], step: int, grad: bool = True) -> StepScore:
     """Score a stored window step of some rows under the present weights, through the function that sampled it.
 
     Raises ValueError when the policy's conditions are no longer those of the trajectory.
@@ -149,11 +206,10 @@ def replay(policy: Policy, trajectory: Trajectory, rows: range, step: int, grad:
             f"a trajectory must be replayed under the conditions it was sampled with, {trajectory.conditions}, "
             f"got {policy.conditions}; sample again"
         )
-    dynamics = trajectory.dynamics
+    dynamics, chosen = trajectory.dynamics, list(rows)
     i = step - dynamics.window.start
-    x, x_next = (trajectory.latents[rows.start : rows.stop, j] for j in (i, i + 1))
+    x, x_next = (trajectory.latents[chosen, j] for j in (i, i + 1))
     plan = replace(dynamics.plan(step, step + 1), x_next=x_next)
-    prompts = [trajectory.rows[r].prompt for r in rows]
-    record, _ = policy.run(prompts, plan, start=x, grad=grad)
+    record, _ = policy.run([trajectory.rows[r].prompt for r in chosen], plan, start=x, grad=grad)
     law = record.laws[step]
-    return StepScore(law.log_density(x_next, dynamics.reduce), law, record.predictions[step])
+    return StepScore(dynamics.log_density(law, x_next), law, record.predictions[step])

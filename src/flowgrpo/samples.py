@@ -51,6 +51,7 @@ def _settings(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "transition": repr(dynamics.transition),
         "solver": repr(dynamics.solver),
+        "tail": repr(dynamics.tail or dynamics.solver),
         "window": list(dynamics.window),
         "num_steps": dynamics.grid.num_steps,
         "sigmas": [round(sigma, 6) for sigma in dynamics.grid.sigmas],

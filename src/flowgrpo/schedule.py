@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -16,14 +18,16 @@ from torch import Tensor
 class Grid:
     """The levels of a trajectory and the number that the network is given at each.
 
-    Raises ValueError when the levels do not fall strictly from at most 1 to exactly 0, or the lengths disagree.
+    `scales` are those of a pipeline whose latents are `scale` times a flow's (see `discrete`); there the last level may lie
+    above 0. Raises ValueError when the levels do not fall strictly from at most 1 to exactly 0, or the lengths disagree.
     """
 
     sigmas: tuple[float, ...]  # n + 1 levels
     timesteps: Tensor  # (n,), in the scheduler's own dtype
+    scales: tuple[float, ...] | None = None  # n + 1; None: 1 everywhere
 
     def __post_init__(self) -> None:
-        check_sigmas(self.sigmas)
+        check_sigmas(self.sigmas if self.scales is None else (*self.sigmas[:-1], 0.0))
         if len(self.timesteps) != self.num_steps:
             raise ValueError(
                 f"a grid of {self.num_steps} steps needs as many timesteps, got {len(self.timesteps)}; rebuild the grid"
@@ -33,6 +37,23 @@ class Grid:
     def num_steps(self) -> int:
         """Network calls from the first level to 0."""
         return len(self.sigmas) - 1
+
+    def scale(self, step: int) -> float:
+        """The pipeline's latent is this times the flow's."""
+        return 1.0 if self.scales is None else self.scales[step]
+
+    def with_tail(self, start: int, num_steps: int) -> "Grid":
+        """The same levels up to sigmas[start], then `tail_sigmas`; the network's numbers follow the levels linearly."""
+        sigmas = tail_sigmas(self.sigmas, start, num_steps)
+        if sigmas == self.sigmas:
+            return self
+        if self.scales is not None:
+            raise ValueError("sampler.tail: this model has discrete levels of its own, leave num_steps and rate out")
+        levels, numbers = [*self.sigmas[::-1]], [0.0, *self.timesteps.double().flip(0).tolist()]
+        tail = torch.from_numpy(np.interp(sigmas[start:-1], levels, numbers))
+        kind = self.timesteps.dtype
+        tail = tail.to(kind) if kind.is_floating_point else tail.round().to(kind)
+        return Grid(sigmas, torch.cat([self.timesteps[:start], tail.to(self.timesteps.device)]))
 
 
 def check_sigmas(sigmas: Sequence[float]) -> None:
@@ -54,7 +75,33 @@ def shifted_sigmas(num_steps: int, shift: float = 1.0) -> tuple[float, ...]:
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     uniform = [1 - i / num_steps for i in range(num_steps)]
-    return (*(shift * u / (shift * u + (1 - u)) for u in uniform), 0.0)
+    return (*(shifted(u, shift) for u in uniform), 0.0)
+
+
+def tail_sigmas(sigmas: Sequence[float], start: int, num_steps: int) -> tuple[float, ...]:
+    """The levels up to sigmas[start], then `num_steps` steps to 0 that are uniform in unshifted time.
+
+        u_j = u (1 - j / num_steps),    u = 1 - start / n,    odds(sigma_j) = odds(sigmas[start]) / odds(u) * odds(u_j)
+
+    The last factor but one is the shift of a shifted grid; on other grids it is the one that fits at sigmas[start]. As many
+    steps as the grid has left give the grid itself.
+
+    Source: MixGRPO-Flash, 2507.21802 v7, section 3.3; the shift read off the grid is ours.
+    """
+    n = len(sigmas) - 1
+    if not 0 < start < n or num_steps < 1:
+        raise ValueError(f"a tail starts between the steps 0 and {n} and has at least one step, got {start} and {num_steps}")
+    if num_steps == n - start:
+        return tuple(sigmas)
+    u = 1 - start / n
+    shift = sigmas[start] / (1 - sigmas[start]) * (1 - u) / u
+    times = [u * (1 - j / num_steps) for j in range(1, num_steps)]
+    return (*sigmas[: start + 1], *(shifted(time, shift) for time in times), 0.0)
+
+
+def shifted(u: float, shift: float) -> float:
+    """Time moved towards the noise: odds(sigma) = shift * odds(u)."""
+    return shift * u / (shift * u + (1 - u))
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import keys
-from flowgrpo.build import Parts
+from flowgrpo.build import Parts, when
 from flowgrpo.rollout import Noise, Row, Trajectory, replay, rollout
 from flowgrpo.schedule import Pipeline
 
@@ -80,8 +80,8 @@ def _probe(parts: Parts) -> Trajectory:
     config = parts.config
     prompts = [parts.prompts[i] for i in parts.group_sampler.at(0)[:2]]
     rows = [Row(prompt, sample) for prompt in prompts for sample in range(min(config.group_size, 4))]
-    dynamics = parts.dynamics(parts.choices.window.at(0, config.sampler.num_steps, config.seed))
-    noise = Noise(config.seed, 0, shared_start=config.sampler.group_noise == "shared")
+    dynamics = parts.dynamics(parts.choices.window.at(when(config, 0)))
+    noise = Noise(config.seed, 0, parts.choices.group_noise)
     return rollout(parts.policy, rows, dynamics, noise, config.sampler.batch_size)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -16,11 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flowgrpo import evaluate, figures, metrics, samples
+from flowgrpo.adapters import Reference
 from flowgrpo.build import Parts, build
 from flowgrpo.config import RunConfig
 from flowgrpo.data import Prompt
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.export import export_full, export_lora
+from flowgrpo.hybrid import Hybrid, check_hybrid, hybrid_facts, tuned_steps
 from flowgrpo.plan import describe
 from flowgrpo.run_folder import check_folder, open_folder
 from flowgrpo.selfcheck import selfcheck
@@ -38,6 +40,9 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, c
     accelerator = Accelerator(mixed_precision="no")
     main = accelerator.is_main_process
     console = console or Console(quiet=not main)
+    if config.evaluation.hybrid is not None:
+        heldout_prompts(config)
+        tuned_steps(config.evaluation.hybrid, evaluate.evaluation_steps(config))
     last = check_folder(config, resume=resume, overwrite=overwrite)
     accelerator.wait_for_everyone()
     parts = build(config, accelerator)
@@ -94,8 +99,9 @@ class Watch:
         self.parts, self.console, self.config = parts, console, parts.config
         self.prompts = heldout_prompts(self.config) if self.config.prompts.heldout else []
         self.shown = choose_pictures(self.prompts)
+        self.hybrid = hybrid_of(parts)
 
-    def evaluation(self, name: str, *, cached: bool) -> Evaluation | None:
+    def evaluation(self, name: Literal["base", "tuned"], *, cached: bool) -> Evaluation | None:
         """Scores of all held-out prompts under the present weights; read back when a resumed run has them."""
         folder = self.config.folder / "evaluation" / name
         if not self.prompts:
@@ -103,7 +109,7 @@ class Watch:
         if cached and folder.is_dir():
             return evaluate.load(folder)
         with self.console.status(f"evaluating {name} on {len(self.prompts)} held-out prompts"):
-            result = self._evaluate(self.prompts, self.shown)
+            result = self._evaluate(self.prompts, self.shown, self.hybrid if name == "tuned" else None)
         if self.parts.accelerator.is_main_process:
             evaluate.save(result, folder)
         return result
@@ -114,12 +120,23 @@ class Watch:
         if not every or not self.prompts or (k + 1) % every or k + 1 == self.config.iterations:
             return {}
         with evaluated_weights(self.parts):
-            result = self._evaluate(self.prompts[: self.config.evaluation.watch_prompts], ())
+            result = self._evaluate(self.prompts[: self.config.evaluation.watch_prompts], (), self.hybrid)
         means = result.values.nanmean(0).tolist()
         return {f"eval/{name}/mean": mean for name, mean in zip(result.names, means, strict=True)}
 
-    def _evaluate(self, prompts: list[Prompt], keep: Collection[int]) -> Evaluation:
-        return evaluate.evaluate_as_configured(self.config, self.parts.policy, self.parts.scorer, prompts, keep=keep)
+    def _evaluate(self, prompts: list[Prompt], keep: Collection[int], hybrid: Hybrid | None) -> Evaluation:
+        policy, scorer = self.parts.policy, self.parts.scorer
+        return evaluate.evaluate_as_configured(self.config, policy, scorer, prompts, hybrid=hybrid, keep=keep)
+
+
+def hybrid_of(parts: Parts) -> Hybrid | None:
+    """The config's hybrid inference, whose base are the weights of this moment: call it before they change."""
+    share = parts.config.evaluation.hybrid
+    if share is None:
+        return None
+    check_hybrid(parts.policy.own_scheduler, share, evaluate.evaluation_steps(parts.config))
+    reference = parts.reference or Reference(parts.policy.networks, parts.trained, parts.config.model.train)
+    return Hybrid(share, reference.active)
 
 
 def choose_pictures(prompts: list[Prompt]) -> list[int]:
@@ -217,6 +234,7 @@ def finish(parts: Parts, watch: Watch, base: Evaluation | None, tuned: Evaluatio
     paths = {"folder": folder, "export": export, "metrics": folder / "metrics.jsonl", "curves": folder / "curves.png"}
     if base is not None and tuned is not None:
         summary |= evaluate.summary(base, tuned, watch.prompts, parts.config.gold)
+        summary["hybrid"] = hybrid_facts(parts.config.evaluation.hybrid, evaluate.evaluation_steps(parts.config))
         paths["before_after"] = folder / "before_after.png"
         figures.before_after_of(paths["before_after"], watch.prompts, base, tuned, parts.config.gold)
     figures.curves(paths["curves"], rows, summary)

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowgrpo import checkpoint
+from flowgrpo import run_state
 from flowgrpo.adapters import gradient_norm
-from flowgrpo.build import Parts
+from flowgrpo.build import Parts, when
 from flowgrpo.data import rank_slice
+from flowgrpo.group_noise import node_means
 from flowgrpo.metrics import Metrics
+from flowgrpo.probe import probe
 from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
 from flowgrpo.scoring import RewardError, Scores
 
@@ -63,7 +65,7 @@ class Trainer:
                 trajectory = self.rollout(k)
             with self._timed("score"):
                 scores = self.parts.scorer(trajectory.media, trajectory.prompts)
-            advantages = self.advantages(scores, trajectory.group_ids)
+            advantages = self.advantages(scores, trajectory)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
             with self._timed("update"):
@@ -74,28 +76,38 @@ class Trainer:
 
     def rollout(self, k: int) -> Trajectory:
         """This process's share of the iteration's samples."""
-        parts, sampler = self.parts, self.config.sampler
+        parts, moment = self.parts, when(self.config, k)
         parts.policy.forget()
+        self.metrics.add("calls/probe", probe(parts, moment, self._check_stop))
         prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
         rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
         accelerator = parts.accelerator
         mine = rank_slice(len(rows), accelerator.process_index, accelerator.num_processes)
-        dynamics = parts.dynamics(parts.choices.window.at(k, sampler.num_steps, self.config.seed))
-        noise = Noise(self.config.seed, k, shared_start=sampler.group_noise == "shared")
-        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, sampler.batch_size, self._check_stop)
+        dynamics = parts.dynamics(parts.choices.window.at(moment))
+        noise = Noise(self.config.seed, k, parts.choices.group_noise)
+        size = self.config.sampler.batch_size
+        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, self._check_stop)
 
-    def advantages(self, scores: Scores, group_ids: Tensor) -> Tensor:
-        """Advantages of this process's samples, from the statistics of whole groups over all processes."""
-        parts, choices = self.parts, self.parts.choices
+    def advantages(self, scores: Scores, trajectory: Trajectory) -> Tensor:
+        """Advantages (b, w) of this process's samples at each window step, from the statistics of whole groups.
+
+        A step's signals are those of its nodes: where samples are still one, their mean.
+        """
+        parts, choices, window = self.parts, self.parts.choices, trajectory.dynamics.window
         accelerator = parts.accelerator
-        values, ids = self._gather(scores.values), self._gather(group_ids)
+        values, ids = self._gather(scores.values), self._gather(trajectory.group_ids)
         signal = choices.signal(values, ids, parts.scorer.weights)
         if not signal.isfinite().any():
             raise RewardError(
                 f"iteration {self.next_iteration}: no sample has all its weighted scores, so nothing can be learnt; mend the "
                 f"reward that is missing ({_missing(scores)}), then go on with --resume"
             )
-        advantages = choices.advantage(signal, ids)
+        samples = range(self.config.group_size)
+        columns = []
+        for step in window:
+            nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
+            columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
+        advantages = torch.stack(columns, 1)
         self._log_scores(scores.names, values, signal, advantages, ids)
         mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
         return advantages[mine.start : mine.stop].to(accelerator.device)
@@ -103,13 +115,15 @@ class Trainer:
     def update(self, trajectory: Trajectory, advantages: Tensor, rows: range, first: bool) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and window steps, then averaged."""
         parts, dynamics, window = self.parts, trajectory.dynamics, trajectory.dynamics.window
-        weights = parts.choices.step_weights(dynamics.transition, dynamics.grid.sigmas)
+        weights = parts.choices.step_weights(dynamics.transition, parts.grid.sigmas, window)
         size = self.config.optimizer.micro_batch_size
         for start in range(rows.start, rows.stop, size):
             batch = range(start, min(start + size, rows.stop))
             for step in window:
-                loss = self.loss(trajectory, advantages, batch, step, first)
-                (weights[step] * loss.sum() / (len(rows) * len(window))).backward()
+                nodes = trajectory.nodes(batch, step)
+                loss = self.loss(trajectory, advantages, list(nodes), step, first)
+                counts = torch.tensor(list(nodes.values()), device=loss.device)
+                (weights[step] * (counts * loss).sum() / (len(rows) * len(window))).backward()
         self._average_gradients()
         norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
         if not norm < float("inf"):
@@ -123,16 +137,17 @@ class Trainer:
         if parts.ema is not None:
             parts.ema.update()
 
-    def loss(self, trajectory: Trajectory, advantages: Tensor, rows: range, step: int, first: bool) -> Tensor:
+    def loss(self, trajectory: Trajectory, advantages: Tensor, rows: list[int], step: int, first: bool) -> Tensor:
         """Loss of each row at a window step."""
         objective = self.parts.choices.objective
         reference = self._reference_score(trajectory, rows, step)
         new = replay(self.parts.policy, trajectory, rows, step)
-        old = trajectory.log_probs[rows.start : rows.stop, step - trajectory.dynamics.window.start]
+        column = step - trajectory.dynamics.window.start
+        old, advantage = trajectory.log_probs[rows, column], advantages[rows, column]
         kl = None
         if reference is not None:
             kl = objective.divergence(new.law, new.prediction, reference.law, reference.prediction)
-        loss, stats = objective(new.log_prob, old, advantages[rows.start : rows.stop], kl)
+        loss, stats = objective(new.log_prob, old, advantage, kl)
         self.metrics.update({"loss": loss, **stats, "calls/replay": len(rows)})
         if first:
             self.metrics.add("ratio/max_gap", (new.log_prob - old).abs())
@@ -140,38 +155,13 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint: weights, optimizer, average, and where the run stands."""
-        parts, root = self.parts, self.config.folder / "checkpoints"
-        folder = root / checkpoint.folder_name(self.next_iteration)
-        if parts.accelerator.is_main_process:
-            tensors, optimizer_state = checkpoint.optimizer_tensors(parts.optimizer, list(parts.trained))
-            groups = {"trained": {n: p.detach() for n, p in parts.trained.items()}, "optimizer": tensors}
-            if parts.ema is not None:
-                groups["ema"] = parts.ema.state_dict()
-            state = {"iteration": self.next_iteration, "optimizer": optimizer_state, "sigmas": parts.grid.sigmas}
-            checkpoint.save(folder, groups, state)
-            checkpoint.prune(root, self.config.checkpoint.keep)
-        return folder
+        return run_state.save(self.parts, self.next_iteration)
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint. Raises ValueError when it does not fit this run."""
-        parts = self.parts
-        tensors, state = checkpoint.load(folder)
-        if tuple(state["sigmas"]) != parts.grid.sigmas:
-            raise ValueError(
-                f"{folder}: the run was on the noise levels {state['sigmas']}, this config gives {parts.grid.sigmas}; "
-                "use the sampler and the diffusers version of the run"
-            )
-        if sorted(tensors["trained"]) != sorted(parts.trained):
-            raise ValueError(f"{folder}: the trained weights have other names than in this config; use the run's own config")
-        with torch.no_grad():
-            for name, parameter in parts.trained.items():
-                parameter.copy_(tensors["trained"][name])
-        checkpoint.restore_optimizer(parts.optimizer, list(parts.trained), tensors["optimizer"], state["optimizer"])
-        if parts.ema is not None:
-            parts.ema.load_state_dict(tensors["ema"])
-        self.next_iteration = state["iteration"]
+        self.next_iteration = run_state.load(self.parts, folder)
 
-    def _reference_score(self, trajectory: Trajectory, rows: range, step: int) -> StepScore | None:
+    def _reference_score(self, trajectory: Trajectory, rows: list[int], step: int) -> StepScore | None:
         if self.parts.reference is None:
             return None
         with self.parts.reference.active():
@@ -217,6 +207,8 @@ class Trainer:
 
     def _finish(self, k: int, trajectory: Trajectory) -> dict[str, float]:
         window = trajectory.dynamics.window
+        if hasattr(self.parts.choices.window, "count"):
+            self.parts.choices.window.count(window)  # type: ignore[attr-defined]
         self.metrics.update({"window/first": window.start, "window/last": window.stop - 1,
                              "samples": len(trajectory.rows), "calls/rollout": trajectory.calls})  # fmt: skip
         values = self.metrics.reduce(self.parts.accelerator)

@@ -6,6 +6,7 @@ It comes from a run folder, a LoRA's folder or file, or a full pipeline's folder
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +14,16 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import nn
 
+from flowgrpo.adapters import Reference, swapped
 from flowgrpo.build import build_policy, build_scorer, load_pipeline
 from flowgrpo.config import ModelConfig, RunConfig
 from flowgrpo.data import Prompt, load_prompts
-from flowgrpo.evaluate import Evaluation, evaluate_as_configured, summary
+from flowgrpo.evaluate import Evaluation, evaluate_as_configured, evaluation_steps, summary
+from flowgrpo.families import policy_networks
+from flowgrpo.hybrid import Hybrid, check_hybrid, hybrid_facts
+from flowgrpo.policy import Policy
 
-__all__ = ["compare", "heldout_prompts", "load_adapter", "load_tuned", "locate", "write"]
+__all__ = ["compare", "heldout_prompts", "load_adapter", "load_hybrid", "load_tuned", "locate", "write"]
 
 SECOND = "transformer_2"
 EXPORTS = ("adapter", "pipeline")
@@ -96,6 +101,35 @@ def _check_landed(pipeline: Any, file: Path, target: str) -> None:
         )
 
 
+def load_hybrid(policy: Policy, model: ModelConfig, path: Path, share: float) -> Hybrid:
+    """Hybrid inference for a policy of `load_tuned(model, path)`: its base is the adapter off, or the model's networks.
+
+    Raises ValueError where the base cannot take over: other layers, or an adapter in more than the denoisers.
+    """
+    if locate(path)[0] == "adapter":
+        _check_only_denoisers(policy)
+        return Hybrid(share, Reference(policy.networks, {}, "lora").active)
+    own, base = _parameters(policy.networks), _parameters(policy_networks(load_pipeline(model)))
+    differing = sorted(n for n in own.keys() | base.keys() if n not in own or n not in base or own[n].shape != base[n].shape)
+    if differing:
+        raise ValueError(
+            f"{path}: hybrid needs the layers of its base {model.pipeline}, but {len(differing)} weights differ, such as "
+            f"{differing[0]!r}; name the model that it was trained from"
+        )
+    return Hybrid(share, partial(swapped, own, base))
+
+
+def _parameters(networks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{name}/{n}": p for name, network in networks.items() for n, p in network.named_parameters()}
+
+
+def _check_only_denoisers(policy: Policy) -> None:
+    for name, component in policy.pipeline.components.items():
+        outside = isinstance(component, nn.Module) and name not in policy.networks
+        if outside and any(".lora_" in key for key, _ in component.named_parameters()):
+            raise ValueError(f"hybrid switches the denoiser only, but the adapter is in the {name} as well; leave hybrid out")
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
@@ -110,19 +144,27 @@ def heldout_prompts(config: RunConfig) -> list[Prompt]:
 def compare(config: RunConfig, path: Path, *, on_batch: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """Evaluate the config's model and the trained one at `path` on the held-out prompts; the summary and every score.
 
-    Both get the evaluation's settings and the same start noise. `on_batch` hears of the number of samples just done.
+    Both get the evaluation's settings and the same start noise; hybrid is for the trained one only. `on_batch` hears of the
+    number of samples just done.
     """
     prompts, settings = heldout_prompts(config), config.evaluation
     accelerator = Accelerator(mixed_precision="no")
     scorer = build_scorer(config.rewards, str(accelerator.device))
 
-    def scores(pipeline: Any) -> Evaluation:
-        policy = build_policy(config, pipeline, accelerator.device)
-        return evaluate_as_configured(config, policy, scorer, prompts, on_batch=on_batch)
+    share, steps = settings.hybrid, evaluation_steps(config)
 
-    base, tuned = scores(load_pipeline(config.model)), scores(load_tuned(config.model, path))
+    def scores(pipeline: Any, *, is_tuned: bool) -> Evaluation:
+        policy, hybrid = build_policy(config, pipeline, accelerator.device), None
+        if share is not None:
+            check_hybrid(policy.own_scheduler, share, steps)
+            hybrid = load_hybrid(policy, config.model, path, share) if is_tuned else None
+        return evaluate_as_configured(config, policy, scorer, prompts, hybrid=hybrid, on_batch=on_batch)
+
+    base = scores(load_pipeline(config.model), is_tuned=False)
+    tuned = scores(load_tuned(config.model, path), is_tuned=True)
     return {
         **summary(base, tuned, prompts, config.gold),
+        "hybrid": hybrid_facts(share, steps),
         "base": config.model.pipeline,
         "tuned": str(path),
         "settings": settings.model_dump() | {"heldout": config.prompts.heldout, "sampler": config.sampler.model_dump()},

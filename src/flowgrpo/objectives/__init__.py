@@ -6,7 +6,7 @@ from typing import Any
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
 
 OBJECTIVES: Mapping[str, type] = {"clipped_ratio": ClippedRatio}
-DECLARED = ("reduce", "clip_range", "needs_reference")
+DECLARED = ("reduce", "density", "clip_range", "needs_reference")
 
 
 def check_objective(objective: Any) -> None:
