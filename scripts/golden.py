@@ -38,9 +38,9 @@ Differences = Iterator[tuple[str, float]]
 
 def difference(ours: Tensor | float, theirs: Any) -> float:
     """The largest absolute one; ours is repeated where their batch is. Infinite for other shapes."""
-    ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
+    expected = torch.as_tensor(theirs)
     try:
-        gap = (ours.expand_as(theirs) - theirs).abs().max().item()
+        gap = (torch.as_tensor(ours).expand_as(expected) - expected).abs().max().item()
     except RuntimeError:
         return math.inf
     return math.inf if math.isnan(gap) else gap
@@ -134,7 +134,6 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest absolute difference allowed")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     largest = compare(options.files)
     if not largest:
         raise ValueError("the files must hold at least one number to compare, got none")

@@ -89,11 +89,11 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for recipe in sorted({one["recipe"] for one in runs}):
-        curves = [[0.0, *(p["rise"] for p in one["points"])] for one in runs if one["recipe"] == recipe]
-        seconds = [0.0, *(mean(column) for column in zip(*([p["seconds"] for p in one["points"]] for one in runs if one["recipe"] == recipe), strict=True))]  # fmt: skip
-        columns = list(zip(*curves, strict=True))
-        (line,) = axes.plot(seconds, [mean(c) for c in columns], label=recipe)
-        axes.fill_between(seconds, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color())
+        some = [one["points"] for one in runs if one["recipe"] == recipe]
+        seconds = [0.0, *(mean(p["seconds"] for p in mark) for mark in zip(*some, strict=True))]
+        rises = [[0.0], *([p["rise"] for p in mark] for mark in zip(*some, strict=True))]
+        (line,) = axes.plot(seconds, [mean(r) for r in rises], label=recipe)
+        axes.fill_between(seconds, [min(r) for r in rises], [max(r) for r in rises], alpha=0.12, color=line.get_color())
     axes.set(xlabel="seconds of iterations", ylabel="rise of gold on held-out prompts")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)

@@ -23,12 +23,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from flowgrpo.data import load_prompts
 from flowgrpo.evaluate import Evaluation, evaluate
@@ -97,14 +100,15 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     chosen = load_prompts(args.prompts).prompts[: args.num_prompts]
     prompts = [prompt for prompt in chosen for _ in range(args.samples)]
     captions, rows, base = [prompt.text for prompt in prompts], [], None
-    for share in args.shares:
+    cuts = [tuned_steps(share, num_steps) for share in args.shares]
+    hybrid = hybrid_from(policy, origin, num_steps, 0.0)
+    for share, cut in zip(args.shares, cuts, strict=True):
         result = evaluate(
             policy, scorer, prompts, num_steps=num_steps, batch_size=args.batch, seed=args.seed, keep=range(len(prompts)),
-            hybrid=hybrid_from(policy, origin, num_steps, share),
+            hybrid=replace(hybrid, share=share),
         )  # fmt: skip
         base = base or result
-        rows.append({"share": share, "tuned_steps": tuned_steps(share, num_steps)})
-        rows[-1] |= measure(result, base, captions, args.samples)
+        rows.append({"share": share, "tuned_steps": cut, **measure(result, base, captions, args.samples)})
         print(line(rows[-1]), flush=True)
     about = {"prompts": len(chosen), "captions": len(set(captions)), "samples": args.samples, "num_steps": num_steps}
     return {"origin": origin, **about, "seed": args.seed, "rows": rows}
@@ -171,6 +175,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.samples < 2:
         parser.error("--samples must be at least 2: diversity is a distance of two samples")
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     print(HEADER, end="")
     result = study(args)
     args.output.mkdir(parents=True, exist_ok=True)

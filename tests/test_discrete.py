@@ -18,6 +18,7 @@ from tests.tiny_pipelines import WIDTH, _clip, _image_vae, _wake
 PROMPTS = [Prompt("a red cube", 0), Prompt("two cats beside a dog", 1)]
 ROWS = [Row(prompt, sample) for prompt in PROMPTS for sample in range(2)]
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False}
+SD15 = {"steps_offset": 1, "set_alpha_to_one": False}
 
 
 def stable_diffusion(kind, **scheduler):
@@ -31,7 +32,7 @@ def stable_diffusion(kind, **scheduler):
         )  # fmt: skip
         pipeline = diffusers.StableDiffusionPipeline(
             vae=_image_vae(), text_encoder=encoder, tokenizer=tokenizer, unet=unet, safety_checker=None,
-            scheduler=DDIMScheduler(prediction_type=kind, **{**BETAS, "steps_offset": 1, "set_alpha_to_one": False, **scheduler}),
+            scheduler=DDIMScheduler(prediction_type=kind, **{**BETAS, **SD15, **scheduler}),
             feature_extractor=None, requires_safety_checker=False,
         )  # fmt: skip
         for module in (pipeline.unet, pipeline.vae, pipeline.text_encoder):

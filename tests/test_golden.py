@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def solver():
     """Euler on the slope of Gaussian data, then DPM-Solver++ with its data prediction D (MixGRPO-Flash)."""
     mean, std, x = 0.4, 0.6, RNG.standard_normal((2, 3, 5))
     start, path, history = x, [], []
-    for step, (t, t_next) in enumerate(zip(SIGMAS[:-1], SIGMAS[1:], strict=True)):
+    for step, (t, t_next) in enumerate(pairwise(SIGMAS)):
         total = (1 - t) ** 2 * std**2 + t**2
         x0 = mean + (1 - t) * std**2 / total * (x - (1 - t) * mean)
         velocity = t / total * (x - (1 - t) * mean) - x0

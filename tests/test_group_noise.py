@@ -41,7 +41,8 @@ def test_a_tree_has_factor_times_as_many_nodes_after_each_split(splits, factor):
 def test_sibling_noise_is_standard_normal_and_correlated_as_the_spread_says():
     tree = Tree([0], factor=2, spread=2.0)
     a, b = (tree.step_noise((0, 0, 0), i, 0, range(3), (200_000,)) for i in (0, 1))
-    assert a.mean().abs() < 0.01 and (a.std() - 1).abs() < 0.01
+    assert a.mean().abs() < 0.01
+    assert (a.std() - 1).abs() < 0.01
     correlation = torch.corrcoef(torch.stack([a, b]))[0, 1]
     assert abs(correlation - 1 / (1 + 2.0**2)) < 0.01
 
@@ -60,9 +61,7 @@ def test_a_tree_that_does_not_fit_is_refused():
 def test_node_means_are_means_over_leaves_without_the_missing_ones():
     values = torch.tensor([1.0, 3.0, float("nan"), 5.0, float("nan"), 7.0])
     nodes = torch.tensor([[0, 0], [0, 0], [0, 2], [0, 2], [1, 0], [1, 1]])
-    torch.testing.assert_close(
-        node_means(values, nodes), torch.tensor([2.0, 2.0, 5.0, 5.0, float("nan"), 7.0]), equal_nan=True
-    )
+    torch.testing.assert_close(node_means(values, nodes), torch.tensor([2.0, 2.0, 5.0, 5.0, float("nan"), 7.0]), equal_nan=True)
 
 
 def test_a_tree_calls_the_network_once_per_node_and_stores_one_path_per_leaf():
@@ -71,8 +70,10 @@ def test_a_tree_calls_the_network_once_per_node_and_stores_one_path_per_leaf():
     trajectory = rollout(policy, ROWS, dynamics, Noise(0, 0, TREE), 3)
     assert trajectory.calls == 2 * (2 * 2 + 4 * 3)  # two prompts; two nodes for two steps, four for three
     x = trajectory.latents
-    assert torch.equal(x[0, :3], x[1, :3]) and not torch.equal(x[0, 3], x[1, 3])
-    assert torch.equal(x[0, 0], x[2, 0]) and not torch.equal(x[0, 1], x[2, 1])
+    assert torch.equal(x[0, :3], x[1, :3])
+    assert not torch.equal(x[0, 3], x[1, 3])
+    assert torch.equal(x[0, 0], x[2, 0])
+    assert not torch.equal(x[0, 1], x[2, 1])
     assert torch.equal(trajectory.log_probs[0, :2], trajectory.log_probs[1, :2])
     assert trajectory.nodes(range(0, 8), 1) == {0: 2, 2: 2, 4: 2, 6: 2}
     assert trajectory.nodes(range(1, 4), 1) == {1: 1, 2: 2}

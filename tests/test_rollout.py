@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.data import Prompt
-from flowgrpo.group_noise import Distinct, Shared, Tree, check_group_noise, node_means
+from flowgrpo.group_noise import Distinct, Shared, Tree
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics, Noise, Row, replay, rollout
 from flowgrpo.schedule import Explicit, Pipeline, Shifted
@@ -96,9 +96,7 @@ def test_members_share_the_start_only_when_asked_and_always_differ():
 def test_other_seeds_and_iterations_give_other_pictures():
     policy = policy_of("sd3")
     dynamics = dynamics_of(policy)
-    pictures = [
-        rollout(policy, ROWS[:1], dynamics, Noise(*key, Shared()), 1).x0 for key in ((0, 0), (0, 1), (1, 0))
-    ]
+    pictures = [rollout(policy, ROWS[:1], dynamics, Noise(*key, Shared()), 1).x0 for key in ((0, 0), (0, 1), (1, 0))]
     assert all((pictures[i] - pictures[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flowgrpo.data import Prompt
+from flowgrpo.group_noise import Shared
 from flowgrpo.media import load_image
 from flowgrpo.policy import Conditions, Policy
-from flowgrpo.group_noise import Shared
 from flowgrpo.rollout import Dynamics, Noise, Row, Trajectory, rollout
 from flowgrpo.samples import save_samples
 from flowgrpo.schedule import SCHEDULES

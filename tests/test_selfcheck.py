@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.build import build
-from flowgrpo.plan import cost, describe
+from flowgrpo.build import build, when
+from flowgrpo.plan import cost, describe, micro_batches
 from flowgrpo.selfcheck import check_members_differ, check_noise_off, check_ratio, selfcheck
 from flowgrpo.transitions import Prediction
 from tests.toys import config
@@ -76,18 +76,16 @@ def test_a_summed_density_with_a_clip_range_meant_for_a_mean_is_noted(folder):
     assert "near 0.2 is usual" in check.message
 
 
+def first_cost(parts):
+    batches = micro_batches(parts.geometry, parts.config.optimizer.micro_batch_size)
+    dynamics = parts.dynamics(parts.choices.window.at(when(parts.config, 0)))
+    return cost(dynamics, parts.choices.group_noise, parts.config.group_size, batches)
+
+
 def test_the_plan_counts_calls_as_they_will_be_counted(folder):
     parts = build(config(folder))
     text = describe(parts)
     assert "2 prompts x 4 samples = 8 samples" in text["groups"]
     assert "2 an iteration, 12 in all" in text["updates"]
-    shared, distinct = (cost(range(8, 12), 25, 12, shared=s) for s in (True, False))
-    assert shared.rollout == pytest.approx(8 / 12 + 4 + 13)
-    assert distinct.rollout == 25
-    assert shared.replay == 4
-
-
-def test_mixgrpos_published_schedule_costs_less_than_25_calls_with_a_shared_prefix():
-    starts = [min(k // 25, 20) for k in range(300)]
-    mean = sum(cost(range(s, s + 4), 25, 12, shared=True).rollout for s in starts) / 300
-    assert mean == pytest.approx(25 - 5.5 * 11 / 12)
+    assert str(first_cost(parts)) in text["calls a sample"]
+    assert "2 micro-batches x 2 steps" in text["updates"]

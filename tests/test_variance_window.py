@@ -38,13 +38,15 @@ def test_it_has_its_size_and_stays_inside(num_steps, data):
     size = data.draw(st.integers(1, num_steps - 1))
     variances = data.draw(st.lists(st.floats(0, 1e3), min_size=num_steps - 1, max_size=num_steps - 1))
     for window in run(Variance(size=size), variances, 12, num_steps):
-        assert len(window) == size and 0 <= window.start and window.stop <= num_steps - 1
+        assert len(window) == size
+        assert window.start >= 0
+        assert window.stop <= num_steps - 1
 
 
 def test_steps_that_were_never_measured_are_tried_first():
     window = Variance(size=1, exploration=1e-6)
     window.observe({0: 1.0, 1: 2.0})
-    assert window.at(When(0, 9, 5, 0)) == range(1, 2) or window.at(When(0, 9, 5, 0)).start in (2, 3)
+    assert window.at(When(0, 9, 5, 0)).start != 0  # 1 is the highest, 2 and 3 count as high until they are measured
     window.observe({2: 0.5, 3: 0.1})
     assert window.at(When(0, 9, 5, 0)) == range(1, 2)
 
@@ -78,7 +80,8 @@ def test_a_probe_measures_every_step_and_counts_its_calls(tmp_path):
     calls = probe(parts, When(0, 4, 4, 0))
     assert calls == sum(step + 3 * (4 - step) for step in range(3))  # one prompt, three branches, a shared path before them
     state = parts.choices.window.state_dict()
-    assert len(state["variances"]) == 3 and all(v > 0 for v in state["variances"])
+    assert len(state["variances"]) == 3
+    assert all(v > 0 for v in state["variances"])
 
 
 def test_a_resumed_run_has_the_windows_of_the_straight_one(tmp_path):

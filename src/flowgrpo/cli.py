@@ -86,10 +86,17 @@ def plan_command(
         configs = [text for text in arguments if not _is_override(text)]
         if not configs:
             raise ValueError(f"plan needs a config, got only settings: {' '.join(overrides)}; name a YAML file first")
-        settings = {path: _load(Path(path), overrides) for path in configs}
+        settings = {}
+        for path in configs:
+            with _named(path if len(configs) > 1 else ""):
+                settings[path] = _load(Path(path), overrides)
         from flowgrpo.forecast import forecast
 
-        _print_forecasts([forecast(config, processes) for config in settings.values()])
+        forecasts = []
+        for path, config in settings.items():
+            with _named(path if len(settings) > 1 else ""):
+                forecasts.append(forecast(config, processes))
+        _print_forecasts(forecasts)
 
 
 @app.command("generate")
@@ -236,6 +243,15 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             progress.stop()
 
 
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Faults of a config name its file, where there are several."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError("\n".join(f"{path}: {line}" if path else line for line in str(error).splitlines())) from error
+
+
 def _is_override(text: str) -> bool:
     return re.match(r"[A-Za-z_][\w.]*=", text) is not None
 
@@ -245,11 +261,12 @@ def _print_forecasts(forecasts: "list[Forecast]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flowgrpo.forecast import describe, forecast_table, picture
+    from flowgrpo.forecast import describe, forecast_table, notes, picture
 
     console = Console(highlight=False)
     if len(forecasts) > 1:
         console.print(forecast_table(forecasts))
+        console.print(notes(forecasts), soft_wrap=True)
         return
     (one,) = forecasts
     table = Table(title=f"plan of {one.config.name}", show_header=False, title_justify="left")
@@ -259,7 +276,7 @@ def _print_forecasts(forecasts: "list[Forecast]") -> None:
     if one.measured:
         console.print("windows: decided by measurement while the run goes on")
         return
-    console.print(f"windows over {one.config.iterations} iterations, left to right; darker where more of them train the step")
+    console.print(f"windows over {one.config.iterations} iterations; the darker, the more of them train the step")
     console.print("\n".join(picture(one.windows, one.config.sampler.num_steps)), markup=False)
 
 

@@ -72,7 +72,9 @@ class PromptsConfig(Section):
 
 
 class TailConfig(Section):
-    solver: Slot = Field(default=Slot(use="dpmpp_2m"), description="Deterministic step behind the window: dpmpp_2m, heun, euler.")
+    solver: Slot = Field(
+        default=Slot(use="dpmpp_2m"), description="Deterministic step behind the window: dpmpp_2m, heun, euler."
+    )
     num_steps: Positive | None = Field(default=None, description="Steps from the window's end to sigma 0, whatever the window.")
     rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Steps as a share of those that would be left (MixGRPO-Flash: 0.4); rounded, at least one."

@@ -154,17 +154,14 @@ def describe(f: Forecast) -> Mapping[str, str]:
     probe = {"probe": f"{f.probe:.2f} calls a sample, where the reward varies"} if f.measured else {}
     return {
         "groups": f"{config.prompts_per_iteration} prompts x {config.group_size} samples = {g.samples} samples an iteration",
-        "calls a sample": f"{_calls(f.cost)}; {averaged}{passes}",
-        "without sharing": f"{_calls(f.unshared)}; with group_noise: distinct",
+        "calls a sample": f"{f.cost}; {averaged}{passes}",
+        "without sharing": f"{f.unshared}; with group_noise: distinct",
         **probe,
-        "an iteration": f"{g.samples * (f.cost.rollout + f.probe):,.0f} calls to sample, {g.samples * f.cost.replay:,.0f} to replay",
+        "an iteration": f"{g.samples * (f.cost.rollout + f.probe):,.0f} calls to sample, "
+        f"{g.samples * f.cost.replay:,.0f} to replay",
         "updates": f"{config.optimizer.updates_per_iteration} an iteration, {f.updates:,} in all",
         "trajectory": f"{f.memory / 1e6:,.1f} MB a process for {g.samples_per_process} samples; {f.size.words}",
     }
-
-
-def _calls(c: Cost) -> str:
-    return f"rollout {c.rollout:.2f} (prefix {c.prefix:.2f}, window {c.window:.2f}, tail {c.tail:.2f}), replay {c.replay:.2f}"
 
 
 def picture(windows: Sequence[range], num_steps: int) -> list[str]:
@@ -180,9 +177,14 @@ def _shade(share: float) -> str:
     return SHADES[math.ceil(share * (len(SHADES) - 1))]
 
 
+def baseline(forecasts: Sequence[Forecast]) -> Forecast:
+    """What the prices of several runs are relative to."""
+    return next((f for f in forecasts if BASELINE in f.config.name), forecasts[0])
+
+
 def forecast_table(forecasts: Sequence[Forecast]) -> Table:
-    """Several runs, a row each; `alone` is the rollout without sharing, `cost` relative to the baseline."""
-    base = next((f for f in forecasts if BASELINE in f.config.name), forecasts[0])
+    """Several runs, a row each; see `notes`."""
+    price = baseline(forecasts).price
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", no_wrap=True)
     for column in ("prefix", "window", "tail", "rollout", "alone", "replay", "updates", "cost"):
@@ -190,18 +192,17 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
     for f in forecasts:
         c = f.cost
         calls = (c.prefix, c.window, c.tail, c.rollout + f.probe, f.unshared.rollout, c.replay)
-        table.add_row(f.config.name, *(f"{x:.2f}" for x in calls), f"{f.updates:,}", f"{f.price / base.price:.2f}")
-    table.caption = _caption(forecasts, base)
-    table.caption_justify = "left"
+        table.add_row(f.config.name, *(f"{x:.2f}" for x in calls), f"{f.updates:,}", f"{f.price / price:.2f}")
     return table
 
 
-def _caption(forecasts: Sequence[Forecast], base: Forecast) -> str:
-    notes = [
+def notes(forecasts: Sequence[Forecast]) -> str:
+    """What the columns of `forecast_table` mean."""
+    lines = [
         "Network calls a sample, averaged over the run; alone: rollout without sharing.",
-        f"cost: rollout + {REPLAY_PRICE} x replay, {base.config.name} being 1. Not counted: the second",
-        "pass of a call under guidance, and the reference's pass under a KL.",
+        f"cost: rollout + {REPLAY_PRICE} x replay; {baseline(forecasts).config.name} is 1. Not counted: the second pass",
+        "of a call under guidance, and the reference's pass under a KL.",
     ]
     if any(f.measured for f in forecasts):
-        notes.append("Windows that follow measurements: averaged over all places, measuring included.")
-    return "\n".join(notes)
+        lines.append("Windows that follow measurements: averaged over all places; rollout has the measuring.")
+    return "\n".join(lines)

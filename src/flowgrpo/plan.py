@@ -23,6 +23,10 @@ class Cost:
         """Calls to sample it."""
         return self.prefix + self.window + self.tail
 
+    def __str__(self) -> str:
+        parts = f"prefix {self.prefix:.2f}, window {self.window:.2f}, tail {self.tail:.2f}"
+        return f"rollout {self.rollout:.2f} ({parts}), replay {self.replay:.2f}"
+
 
 def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = ()) -> Cost:
     """Calls by part, for the group-major rows of a process: in a rollout each step's once per node of a group, in a replay
@@ -31,14 +35,15 @@ def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Seque
     plan, window = dynamics.plan(0, dynamics.grid.num_steps), dynamics.window
     batches = batches or [range(group_size)]
     rows = range(batches[-1].stop)
+    nodes = [[within.node(sample, step, window) for sample in range(group_size)] for step in range(plan.last)]
 
     def share(batch: range, step: int) -> float:
-        return len({(row // group_size, within.node(row % group_size, step, window)) for row in batch}) / len(rows)
+        return len({(row // group_size, nodes[step][row % group_size]) for row in batch}) / len(rows)
 
     def calls(steps: range) -> float:
-        return sum(plan.calls(step) * share(rows, step) for step in steps)
+        return sum((plan.calls(step) * share(rows, step) for step in steps), 0.0)
 
-    replay = sum(share(batch, step) for batch in batches for step in window)
+    replay = sum((share(batch, step) for batch in batches for step in window), 0.0)
     return Cost(calls(range(window.start)), calls(window), calls(range(window.stop, plan.last)), replay)
 
 
@@ -65,8 +70,7 @@ def describe(parts: Parts) -> Mapping[str, str]:
         "levels": ", ".join(f"{sigma:.3f}" for sigma in parts.grid.sigmas),
         "window": f"{choices.window}, {choices.transition}; before it {dynamics.solver}, behind it "
         f"{dynamics.tail or dynamics.solver}",
-        "calls a sample": f"rollout {first.rollout:.2f} of {s.num_steps} (prefix {first.prefix:.2f}, window {first.window:.2f}, "
-        f"tail {first.tail:.2f}; {choices.group_noise}), replay {first.replay:.2f}; first iteration",
+        "calls a sample": f"{first}; {choices.group_noise}; first iteration, of {s.num_steps} steps",
         "updates": f"{o.updates_per_iteration} an iteration, {config.iterations * o.updates_per_iteration} in all; each sums "
         f"{len(batches) // o.updates_per_iteration} micro-batches x {len(dynamics.window)} steps per process",
         "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}, {choices.step_weights}",

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowgrpo.build import Parts
 from flowgrpo.group_noise import Shared
 from flowgrpo.rollout import Noise, Row, rollout
+from flowgrpo.variance_window import ProbingWindow
 from flowgrpo.window import When
 
 
@@ -20,7 +21,7 @@ def probe(parts: Parts, when: When, between: Callable[[], None] = lambda: None) 
     first one's numbers, so that windows cannot part.
     """
     window = parts.choices.window
-    if not (hasattr(window, "wants_probe") and window.wants_probe(when)):
+    if not (isinstance(window, ProbingWindow) and window.wants_probe(when)):
         return 0
     chosen = [parts.prompts[i] for i in parts.group_sampler.at(when.iteration)[: window.probe_prompts]]
     rows = [Row(prompt, sample) for prompt in chosen for sample in range(window.branches)]

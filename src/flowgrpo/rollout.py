@@ -143,9 +143,7 @@ def rollout(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Nois
 
 def segments(rows: Sequence[Row], dynamics: Dynamics, within: GroupNoise) -> Iterator[int]:
     """0, the steps before which samples part, and the number of steps."""
-    counts = [
-        len({node_of(row, step, within, dynamics.window) for row in rows}) for step in range(dynamics.grid.num_steps)
-    ]
+    counts = [len({node_of(row, step, within, dynamics.window) for row in rows}) for step in range(dynamics.grid.num_steps)]
     yield 0
     yield from (step for step in range(1, len(counts)) if counts[step] != counts[step - 1])
     yield len(counts)
@@ -172,7 +170,7 @@ def _run_segment(policy: Policy, nodes: Sequence[Row], start: Tensor | None, dyn
 
 
 def _after(record: Record, step: int) -> Tensor:
-    return record.latents[step + 1] if step + 1 in record.latents else record.last
+    return record.latents.get(step + 1, record.last)
 
 
 def _of(values: Mapping[int, Tensor], i: int) -> dict[int, Tensor]:

@@ -6,6 +6,7 @@ import torch
 
 from flowgrpo import checkpoint
 from flowgrpo.build import Parts
+from flowgrpo.variance_window import ProbingWindow
 
 
 def save(parts: Parts, iteration: int) -> Path:
@@ -22,7 +23,7 @@ def save(parts: Parts, iteration: int) -> Path:
             "iteration": iteration,
             "optimizer": optimizer_state,
             "sigmas": parts.grid.sigmas,
-            "window": window.state_dict() if hasattr(window, "state_dict") else None,  # type: ignore[attr-defined]
+            "window": window.state_dict() if isinstance(window, ProbingWindow) else None,
         }
         checkpoint.save(folder, groups, state)
         checkpoint.prune(root, parts.config.checkpoint.keep)
@@ -45,6 +46,6 @@ def load(parts: Parts, folder: Path) -> int:
     checkpoint.restore_optimizer(parts.optimizer, list(parts.trained), tensors["optimizer"], state["optimizer"])
     if parts.ema is not None:
         parts.ema.load_state_dict(tensors["ema"])
-    if state["window"] is not None:
-        parts.choices.window.load_state_dict(state["window"])  # type: ignore[attr-defined]
+    if isinstance(parts.choices.window, ProbingWindow):
+        parts.choices.window.load_state_dict(state["window"])
     return state["iteration"]

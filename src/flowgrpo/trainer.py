@@ -17,6 +17,7 @@ from flowgrpo.metrics import Metrics
 from flowgrpo.probe import probe
 from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
 from flowgrpo.scoring import RewardError, Scores
+from flowgrpo.variance_window import ProbingWindow
 
 
 class Interrupted(Exception):
@@ -207,8 +208,8 @@ class Trainer:
 
     def _finish(self, k: int, trajectory: Trajectory) -> dict[str, float]:
         window = trajectory.dynamics.window
-        if hasattr(self.parts.choices.window, "count"):
-            self.parts.choices.window.count(window)  # type: ignore[attr-defined]
+        if isinstance(self.parts.choices.window, ProbingWindow):
+            self.parts.choices.window.count(window)
         self.metrics.update({"window/first": window.start, "window/last": window.stop - 1,
                              "samples": len(trajectory.rows), "calls/rollout": trajectory.calls})  # fmt: skip
         values = self.metrics.reduce(self.parts.accelerator)

@@ -3,9 +3,29 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flowgrpo.window import When, last_start
+
+
+@runtime_checkable
+class ProbingWindow(Protocol):
+    """A window that follows what is measured of the reward, and remembers it; custom ones may have any of these rules."""
+
+    branches: int  # samples of a prompt that differ in one step's noise
+    probe_prompts: int  # prompts measured at a time
+
+    def at(self, when: When) -> range: ...
+
+    def wants_probe(self, when: When) -> bool: ...
+
+    def observe(self, variances: Mapping[int, float]) -> None: ...
+
+    def count(self, window: range) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass

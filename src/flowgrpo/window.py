@@ -223,11 +223,12 @@ class Random:
 
 @dataclass(frozen=True)
 class OneStep(Random):
-    """One step, drawn afresh each iteration from [low, high] and the same for all groups: what the samples of a group differ
-    in is that step's doing.
+    """One step, drawn afresh each iteration from [low, high] and the same for all groups.
 
-    Source: TempFlow-GRPO 2508.04324 and Flash-GRPO 2605.15980, by a third party's notes. There a prompt draws its step;
-    here an iteration does, because all trajectories of an iteration have one window.
+    With shared start noise that step alone makes the samples of a group differ.
+
+    Source: TempFlow-GRPO 2508.04324 and Flash-GRPO 2605.15980, by a third party's notes. In Flash-GRPO a prompt draws
+    its step; here an iteration does, because all trajectories of an iteration have one window.
     """
 
     size: int = field(default=1, init=False)
