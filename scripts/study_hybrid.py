@@ -145,7 +145,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         axes.plot(shares, [row[name] for row in rows], marker="o", color="#1a7f37")
         axes.set_title(title, loc="left", color="#1f2328")
-        axes.set_xlabel("share of steps that are the tuned model's")
+        axes.set_xlabel("share of steps: tuned model")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     figure.tight_layout()

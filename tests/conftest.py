@@ -16,7 +16,10 @@ import diffusers
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("unhurried")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 diffusers.utils.logging.set_verbosity_error()
 diffusers.utils.logging.disable_progress_bar()

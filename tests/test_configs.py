@@ -152,3 +152,16 @@ def test_a_recipe_of_the_shapes_is_built_and_plans_the_calls_of_its_own_levels(r
     batches = micro_batches(parts.geometry, config.optimizer.micro_batch_size)
     own = cost(dynamics, parts.choices.group_noise, config.group_size, batches)
     assert own == plan.cost
+
+
+def test_the_prices_in_the_docs_are_the_planned_ones() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    table = page.split("| FLUX.1-dev |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = {cells[1].strip(" `"): [cell.strip() for cell in cells[2:-1]] for cells in (line.split("|") for line in table)}
+    plans = {name: forecast(load_config(RECIPES[f"flux.1-dev/{name}.yaml"])) for name in METHODS["flux.1-dev"].split()}
+    assert rows.keys() == plans.keys()
+    for name, plan in plans.items():
+        c = plan.cost
+        calls = [c.prefix, c.window, c.tail, c.rollout, plan.unshared.rollout, c.replay]
+        price = plan.price / plans["dance_grpo"].price
+        assert rows[name] == [*(f"{x:.2f}" for x in calls), f"{plan.updates:,}", f"{price:.2f}"], name

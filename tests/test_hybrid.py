@@ -30,6 +30,7 @@ from flowgrpo.policy import Conditions, Policy
 from flowgrpo.scoring import Component, Scorer
 from flowgrpo.train import train
 from flowgrpo.tuned import load_hybrid
+from tests.test_discrete import stable_diffusion
 from tests.tiny_pipelines import CALLS, add_lora, build
 from tests.toys import PROMPTS, brightness, raw_config
 
@@ -182,7 +183,8 @@ def test_a_share_outside_of_zero_to_one_is_refused(share: float) -> None:
 def test_a_pipeline_that_makes_another_number_of_steps_is_refused() -> None:
     scheduler = SimpleNamespace(step=lambda: None)
     with base_from(scheduler, 1, 2, nullcontext):
-        scheduler.step(), scheduler.step()
+        for _ in range(2):
+            scheduler.step()
     with pytest.raises(ValueError, match="each of the 3 steps, the pipeline made 1"), base_from(scheduler, 1, 3, nullcontext):
         scheduler.step()
 
@@ -228,7 +230,10 @@ def generated(saved: Path, folder: Path, *options: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_generate_mixes_and_its_manifest_says_how(saved: Path, tmp_path: Path, kind: str) -> None:
-    files = {"base": generated(saved, tmp_path / "base"), "tuned": generated(saved, tmp_path / "t", "--adapter", saved / kind)}
+    files: dict[Any, bytes] = {
+        "base": generated(saved, tmp_path / "base"),
+        "tuned": generated(saved, tmp_path / "t", "--adapter", saved / kind),
+    }
     for share in (0, 0.5, 1):
         files[share] = generated(saved, tmp_path / str(share), "--adapter", saved / kind, "--hybrid", share)
     assert files["base"] == files[0] != files[0.5] != files[1] == files["tuned"]
@@ -320,3 +325,15 @@ def test_a_run_refuses_a_hybrid_that_cannot_take_effect_before_it_writes(
     with pytest.raises(ValueError, match=message):
         train(config)
     assert not config.folder.exists()
+
+
+def test_a_run_whose_sampler_makes_another_number_of_steps_is_refused_before_it_trains(tmp_path: Path) -> None:
+    raw = raw_config(tmp_path, prompts__heldout=str(tmp_path / "prompts.txt"), evaluation__hybrid=0.5)
+    pipeline = stable_diffusion("epsilon")
+    pipeline.scheduler = diffusers.PNDMScheduler.from_config(pipeline.scheduler.config, skip_prk_steps=True)
+    pipeline.save_pretrained(tmp_path / "pndm")
+    raw["model"] = {"pipeline": str(tmp_path / "pndm")}
+    config = parse_config(raw)
+    with pytest.raises(ValueError, match="each of the 4 steps, the pipeline made 5"):
+        train(config)
+    assert not (config.folder / "metrics.jsonl").exists()

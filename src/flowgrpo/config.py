@@ -91,8 +91,8 @@ class SamplerConfig(Section):
     width: Positive | None = Field(default=None, description="Pixels; default: the pipeline's own.")
     num_frames: Positive | None = Field(default=None, description="Frames of a film; default: the pipeline's own.")
     schedule: Slot = Field(default=Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
-    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps; see docs/recipes.md.")
-    transition: Slot = Field(default=Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps.")
+    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps: progressive, coverage, random, ...")
+    transition: Slot = Field(default=Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps, ...")
     solver: Slot = Field(default=Slot(use="euler"), description="Deterministic step outside the window: euler, heun.")
     tail: TailConfig | None = Field(
         default=None, description="Another solver and fewer steps behind the window (MixGRPO-Flash); null: as before it."
@@ -185,7 +185,7 @@ class RunConfig(Section):
         default=Slot(use="none"), description="Signal to advantage: group, global, none (standardised already)."
     )
     objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
-    step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal.")
+    step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal, ...")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -29,6 +29,11 @@ class Hybrid:
 
     share: float
     base: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def uncut(self) -> "Hybrid":
+        """The policy as it is for all steps, which are counted: what cannot be cut shows with the base, before a training."""
+        return replace(self, share=1.0)
 
 
 def tuned_steps(share: float, num_steps: int) -> int:

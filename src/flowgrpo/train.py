@@ -109,7 +109,8 @@ class Watch:
         if cached and folder.is_dir():
             return evaluate.load(folder)
         with self.console.status(f"evaluating {name} on {len(self.prompts)} held-out prompts"):
-            result = self._evaluate(self.prompts, self.shown, self.hybrid if name == "tuned" else None)
+            hybrid = self.hybrid.uncut if self.hybrid and name == "base" else self.hybrid
+            result = self._evaluate(self.prompts, self.shown, hybrid)
         if self.parts.accelerator.is_main_process:
             evaluate.save(result, folder)
         return result

@@ -6,6 +6,7 @@ It comes from a run folder, a LoRA's folder or file, or a full pipeline's folder
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,7 @@ def compare(config: RunConfig, path: Path, *, on_batch: Callable[[int], None] = 
         policy, hybrid = build_policy(config, pipeline, accelerator.device), None
         if share is not None:
             check_hybrid(policy.own_scheduler, share, steps)
-            hybrid = load_hybrid(policy, config.model, path, share) if is_tuned else None
+            hybrid = load_hybrid(policy, config.model, path, share) if is_tuned else Hybrid(share, nullcontext).uncut
         return evaluate_as_configured(config, policy, scorer, prompts, hybrid=hybrid, on_batch=on_batch)
 
     base = scores(load_pipeline(config.model), is_tuned=False)
