@@ -1,0 +1,79 @@
+"""Every sampler choice trains; what a group shares is computed once and counts as often as it should."""
+
+import pytest
+import torch
+
+from flowgrpo.build import build
+from flowgrpo.group_noise import GROUP_NOISES, Tree
+from flowgrpo.metrics import Metrics
+from flowgrpo.rollout import Noise, Row, replay, rollout
+from flowgrpo.solvers import SOLVERS
+from flowgrpo.step_weights import STEP_WEIGHTS
+from flowgrpo.trainer import Trainer
+from flowgrpo.transitions import TRANSITIONS
+from flowgrpo.window import WINDOWS
+from tests.toys import config
+
+SIZED = {"progressive", "linear_decay", "exponential_decay", "coverage", "random", "frozen", "variance"}
+TREE = {"use": "tree", "splits": [0, 1]}
+CHOICES = [
+    *({"sampler__window": {"use": name, **({"size": 2} if name in SIZED else {})}} for name in [*WINDOWS, "variance"]),
+    *({"sampler__transition": name} for name in TRANSITIONS),
+    *({"sampler__tail": {"solver": name, "num_steps": 2}} for name in SOLVERS),
+    *({"sampler__group_noise": name} for name in GROUP_NOISES if name != "tree"),
+    {"sampler__group_noise": TREE, "sampler__window": "all"},
+    *({"step_weights": {"use": name, "budget_neutral": neutral}} for name in STEP_WEIGHTS for neutral in (True, False)),
+    {"sampler__solver": "heun"},
+    {"sampler__transition": "cps", "objective": {"use": "clipped_ratio", "density": "unit"}},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_every_choice_trains_with_ratio_one_and_finite_numbers(tmp_path, choice):
+    changes = {"sampler__num_steps": 5, "iterations": 2, **choice}
+    trainer = Trainer(build(config(tmp_path, **changes)), Metrics(tmp_path / "metrics.jsonl"))
+    for k in range(2):
+        values = trainer.iteration(k)
+        assert all(value == value and abs(value) < float("inf") for value in values.values())
+        assert values["ratio/max_gap"] < 1e-6 or k > 0
+        assert values["grad_norm"] > 0
+
+
+def test_the_gradient_of_a_tree_is_that_of_its_leaves_one_by_one(tmp_path):
+    changes = {"sampler__num_steps": 5, "sampler__window": "all", "sampler__group_noise": TREE, "optimizer__max_grad_norm": 1e9}
+    parts = build(config(tmp_path, **changes, optimizer__micro_batch_size=4))
+    trainer = Trainer(parts, Metrics(tmp_path / "metrics.jsonl"))
+    rows = [Row(parts.prompts[i], sample) for i in range(2) for sample in range(4)]
+    trajectory = rollout(parts.policy, rows, parts.dynamics(range(4)), Noise(0, 0, Tree([0, 1])), 8)
+    signal = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    advantages = torch.stack([signal.view(2, 2, 2).mean(2, keepdim=True).expand(2, 2, 2).reshape(8), *[signal] * 3], 1)
+    loss = torch.zeros(())
+    for row in range(8):
+        for step in range(4):
+            new = replay(parts.policy, trajectory, [row], step).log_prob
+            ratio = (new - trajectory.log_probs[row, step]).exp()
+            loss = loss - (ratio * advantages[row, step]).sum() / (8 * 4)
+    names = list(parts.trained)
+    expected = dict(zip(names, torch.autograd.grad(loss, list(parts.trained.values())), strict=True))
+    parts.optimizer.step = lambda: None
+    parts.optimizer.zero_grad = lambda **_: None
+    trainer.update(trajectory, advantages, range(8), first=True)
+    for name in names:
+        torch.testing.assert_close(parts.trained[name].grad, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_advantages_of_a_tree_are_those_of_its_nodes_at_each_step(tmp_path):
+    changes = {"sampler__num_steps": 5, "sampler__window": "all", "sampler__group_noise": TREE}
+    changes |= {"signal": "weighted_sum", "advantage": "group"}
+    parts = build(config(tmp_path, **changes))
+    trainer = Trainer(parts, Metrics(tmp_path / "metrics.jsonl"))
+    trajectory = trainer.rollout(0)
+    scores = parts.scorer(trajectory.media, trajectory.prompts)
+    ours = trainer.advantages(scores, trajectory)
+    red = scores.values[:, 0].view(2, 4)
+    nodes = red.view(2, 2, 2).mean(2)
+    z = (nodes - nodes.mean(1, keepdim=True)) / (nodes - nodes.mean(1, keepdim=True)).abs()  # two nodes: one up, one down
+    assert ours.shape == (8, 4)
+    assert torch.equal(ours[:, 0].sign().view(2, 2, 2)[:, :, 0], z.sign())
+    assert torch.equal(ours[0::2, 0], ours[1::2, 0])
+    torch.testing.assert_close(ours[:, 1:], ours[:, 1:2].expand(8, 3))
