@@ -58,9 +58,8 @@ def save_model(folder: Path) -> None:
 def bench_config(path: Path, folder: Path) -> Any:
     """The recipe's sampling and updating, on the random model and one prompt."""
     raw = load_config(path).model_dump(mode="json")
-    kept = {
-        name: raw[name] for name in ("iterations", "group_size", "seed", "advantage", "signal", "objective", "step_weights")
-    }
+    slots = ("advantage", "signal", "objective", "step_weights", "levels")
+    kept = {name: raw[name] for name in ("iterations", "group_size", "seed", *slots)}
     sampler = {name: raw["sampler"][name] for name in ("num_steps", "window", "transition", "solver", "tail", "group_noise")}
     size = raw["group_size"]
     return parse_config(

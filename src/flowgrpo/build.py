@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,23 @@ from torch.optim import AdamW, Optimizer
 
 from flowgrpo.adapters import Reference, make_trainable
 from flowgrpo.advantages import ADVANTAGES, Advantage
-from flowgrpo.config import ModelConfig, RewardConfig, RunConfig, TailConfig
+from flowgrpo.config import ModelConfig, RewardConfig, RunConfig, SamplerConfig, TailConfig
 from flowgrpo.data import Geometry, GroupSampler, PromptSet, check_geometry, load_prompts
 from flowgrpo.ema import Ema
 from flowgrpo.group_noise import GROUP_NOISES, GroupNoise, Tree, check_group_noise
+from flowgrpo.levels import LEVELS, Levels
 from flowgrpo.objectives import OBJECTIVES, check_objective
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics
-from flowgrpo.schedule import SCHEDULES, Grid
+from flowgrpo.schedule import SCHEDULES, Grid, shifted_sigmas
 from flowgrpo.scoring import Component, Scorer
 from flowgrpo.signals import SIGNALS, Signal
 from flowgrpo.slots import call_checked, construct, import_object
 from flowgrpo.solvers import SOLVERS, DpmSolverPp2M, Solver
-from flowgrpo.step_weights import STEP_WEIGHTS, StepWeights
+from flowgrpo.step_weights import STEP_WEIGHTS, NoWeights, StepWeights
 from flowgrpo.transitions import TRANSITIONS, Transition
 from flowgrpo.variance_window import Variance
-from flowgrpo.window import WINDOWS, When, Window
+from flowgrpo.window import WINDOWS, NoWindow, When, Window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,6 +48,7 @@ class Choices:
     advantage: Advantage
     objective: Any
     step_weights: StepWeights
+    levels: Levels
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ class Parts:
         c = self.choices
         if len(window) and not 0 <= window.start < window.stop <= self.grid.num_steps - 1:
             raise ValueError(f"a window must lie in steps 0 to {self.grid.num_steps - 2}, got {window} from {c.window}")
-        grid = with_tail(self.grid, window, self.config.sampler.tail)
-        return Dynamics(grid, window, c.transition, c.solver, c.tail, c.objective.reduce, c.objective.density)
+        grid, o = with_tail(self.grid, window, self.config.sampler.tail), c.objective
+        dynamics = Dynamics(grid, window, c.transition, c.solver, c.tail)
+        if o.family == "forward":
+            return dynamics
+        return replace(dynamics, reduce=o.reduce, density=o.density, keep_means=o.needs_old_means)
 
 
 def with_tail(grid: Grid, window: range, tail: TailConfig | None) -> Grid:
@@ -94,7 +99,7 @@ def choose(config: RunConfig) -> Choices:
     s = config.sampler
     choices = Choices(
         schedule=construct(s.schedule, SCHEDULES, "sampler.schedule"),
-        window=construct(s.window, {**WINDOWS, "variance": Variance}, "sampler.window"),
+        window=construct(s.window, {**WINDOWS, "none": NoWindow, "variance": Variance}, "sampler.window"),
         transition=construct(s.transition, TRANSITIONS, "sampler.transition"),
         solver=construct(s.solver, SOLVERS, "sampler.solver"),
         tail=None if s.tail is None else construct(s.tail.solver, SOLVERS, "sampler.tail.solver"),
@@ -103,13 +108,52 @@ def choose(config: RunConfig) -> Choices:
         advantage=construct(config.advantage, ADVANTAGES, "advantage"),
         objective=construct(config.objective, OBJECTIVES, "objective"),
         step_weights=construct(config.step_weights, STEP_WEIGHTS, "step_weights"),
+        levels=construct(config.levels, LEVELS, "levels"),
     )
     check_objective(choices.objective)
     for iteration in range(config.iterations):
         window = choices.window.at(when(config, iteration))
+        _check_window(choices, config.group_size, window)
         check_group_noise(choices.group_noise, config.group_size, window)
+    _check_family(config, choices)
     _check_together(config, choices)
     return choices
+
+
+def _check_window(choices: Choices, group_size: int, window: range) -> None:
+    """Raise ValueError for a window that the objective or the group noise cannot do with."""
+    objective, within = choices.objective, choices.group_noise
+
+    def shared(step: int) -> bool:
+        return len({within.node(sample, step, window) for sample in range(group_size)}) < group_size
+
+    if not len(window) and objective.family == "ratio":
+        raise ValueError(
+            f"sampler.window: {type(objective).__name__} needs stochastic steps; choose a window, or an objective such as awm"
+        )
+    if not len(window) and shared(-1):
+        raise ValueError("sampler.group_noise must be distinct without a window, or the samples of a group are all the same")
+    if objective.family == "ratio" and objective.scope == "trajectory" and shared(window.start):
+        raise ValueError(
+            f"sampler.group_noise: {type(objective).__name__} has one ratio for the whole window of a sample, but here samples "
+            "share a part of it; set shared or distinct"
+        )
+
+
+def _check_family(config: RunConfig, choices: Choices) -> None:
+    """Raise ValueError for settings that the objective or the missing window leave without effect."""
+    objective, s, name = choices.objective, config.sampler, type(choices.objective).__name__
+    by_step = objective.family == "ratio" and objective.scope == "step"
+    if not by_step and not isinstance(choices.step_weights, NoWeights):
+        raise ValueError(f"step_weights has no effect on {name}, which has no loss for each window step; remove it")
+    if objective.family == "ratio" and config.levels != RunConfig.model_fields["levels"].default:
+        raise ValueError(f"levels has no effect on {name}, which is trained at the window's steps; remove it")
+    idle = [n for n in ("transition", "tail") if getattr(s, n) != SamplerConfig.model_fields[n].default]
+    if isinstance(choices.window, NoWindow) and idle:
+        raise ValueError(f"sampler.{idle[0]} has no effect without a window; remove it, or choose a window")
+    if objective.family == "forward":
+        sigmas = choices.schedule.sigmas(s.num_steps) or shifted_sigmas(s.num_steps)
+        choices.levels.at(when(config, 0), sigmas)
 
 
 def _check_together(config: RunConfig, choices: Choices) -> None:

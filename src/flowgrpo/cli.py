@@ -276,6 +276,9 @@ def _print_forecasts(forecasts: "list[Forecast]") -> None:
     if one.measured:
         console.print("windows: decided by measurement while the run goes on")
         return
+    if not any(one.windows):
+        console.print("no window: samples are those of plain inference")
+        return
     console.print(f"windows over {one.config.iterations} iterations; the darker, the more of them train the step")
     console.print("\n".join(picture(one.windows, one.config.sampler.num_steps)), markup=False)
 

@@ -91,7 +91,7 @@ class SamplerConfig(Section):
     width: Positive | None = Field(default=None, description="Pixels; default: the pipeline's own.")
     num_frames: Positive | None = Field(default=None, description="Frames of a film; default: the pipeline's own.")
     schedule: Slot = Field(default=Slot(use="pipeline"), description="Noise levels: pipeline, shifted, explicit.")
-    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps: progressive, coverage, random, ...")
+    window: Slot = Field(default=Slot(use="progressive"), description="Stochastic steps: progressive, coverage, ..., none.")
     transition: Slot = Field(default=Slot(use="flow_sde"), description="Law of a stochastic step: flow_sde, cps, ...")
     solver: Slot = Field(default=Slot(use="euler"), description="Deterministic step outside the window: euler, heun.")
     tail: TailConfig | None = Field(
@@ -184,7 +184,10 @@ class RunConfig(Section):
     advantage: Slot = Field(
         default=Slot(use="none"), description="Signal to advantage: group, global, none (standardised already)."
     )
-    objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio.")
+    objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio, guard, ..., awm, nft, ...")
+    levels: Slot = Field(
+        default=Slot(use="stratified"), description="Noise levels at which a forward objective (awm, nft, rwr) trains."
+    )
     step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal, ...")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)

@@ -40,6 +40,15 @@ def ddim_grid(scheduler: Any, num_steps: int) -> Grid:
     return Grid(tuple((s / (alpha + s)).tolist()), timesteps, tuple((alpha + s).tolist()))
 
 
+def ddim_level(scheduler: Any, sigma: float) -> Grid:
+    """One step to 0 from the level of the table that is nearest to this one."""
+    kept = ddim_scheduler(scheduler).alphas_cumprod.double()
+    alpha, s = kept.sqrt(), (1 - kept).sqrt()
+    sigmas = s / (alpha + s)
+    number = int((sigmas - sigma).abs().argmin())
+    return Grid((float(sigmas[number]), 0.0), torch.tensor([number]), (float((alpha + s)[number]), 1.0))
+
+
 def velocity(
     output: Float[Tensor, " b *s"], y: Float[Tensor, " b *s"], sigma: float, scale: float, kind: str
 ) -> Float[Tensor, " b *s"]:

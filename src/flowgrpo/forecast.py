@@ -15,7 +15,7 @@ from flowgrpo.build import Choices, choose, when, with_tail
 from flowgrpo.config import RunConfig
 from flowgrpo.data import Geometry, check_geometry
 from flowgrpo.group_noise import Distinct, Shared
-from flowgrpo.plan import Cost, cost, micro_batches
+from flowgrpo.plan import Cost, cost, levels_of, micro_batches
 from flowgrpo.rollout import Dynamics
 from flowgrpo.schedule import Grid, shifted_sigmas
 from flowgrpo.window import Window
@@ -47,6 +47,7 @@ class Forecast:
     windows: tuple[range, ...]  # one an iteration; where they follow measurements, every possible one
     measured: bool
     size: Size
+    kept: float  # latents that are kept of a sample
 
     @property
     def price(self) -> float:
@@ -60,9 +61,8 @@ class Forecast:
 
     @property
     def memory(self) -> int:
-        """Bytes of an iteration's trajectory on one process: the latents around window steps, the last one, the media."""
-        states = len(self.windows[0]) + 2
-        return 4 * self.geometry.samples_per_process * (states * self.size.latent + self.size.media)
+        """Bytes of an iteration's trajectory on one process: latents, what the objective compares with, media."""
+        return round(4 * self.geometry.samples_per_process * (self.kept * self.size.latent + self.size.media))
 
 
 def forecast(config: RunConfig, num_processes: int = 1) -> Forecast:
@@ -72,13 +72,23 @@ def forecast(config: RunConfig, num_processes: int = 1) -> Forecast:
     measured = hasattr(choices.window, "wants_probe")
     windows = possible_windows(config, choices.window) if measured else planned_windows(config, choices.window)
     moves = {window: _dynamics(config, choices, window) for window in set(windows)}
-    batches = micro_batches(geometry, config.optimizer.micro_batch_size)
+    batches, levels = micro_batches(geometry, config.optimizer.micro_batch_size), levels_of(choices)
+    counted = Counter(windows).items()
     shared, unshared = (
-        mean_cost([(cost(moves[w], within, config.group_size, batches), times) for w, times in Counter(windows).items()])
+        mean_cost([(cost(moves[w], within, config.group_size, batches, levels), times) for w, times in counted])
         for within in (choices.group_noise, Distinct())
     )
     probe = _probe_calls(config, choices) / geometry.samples_per_process if measured else 0.0
-    return Forecast(config, geometry, shared, unshared, probe, windows, measured, sample_size(config))
+    return Forecast(config, geometry, shared, unshared, probe, windows, measured, sample_size(config),
+                    kept_latents(choices, len(windows[0]), updates))  # fmt: skip
+
+
+def kept_latents(choices: Choices, window: int, updates: int) -> float:
+    """The latents around the window's steps and the last one, the old means, the predictions for later updates."""
+    objective = choices.objective
+    if objective.family == "ratio":
+        return window + 2 + window * objective.needs_old_means
+    return window + 2 + choices.levels.count * objective.needs_old * (updates - 1) / updates
 
 
 def planned_windows(config: RunConfig, window: Window) -> tuple[range, ...]:

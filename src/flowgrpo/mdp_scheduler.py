@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flowgrpo.discrete import ddim_scheduler, is_discrete, velocity
 from flowgrpo.schedule import Grid
-from flowgrpo.solvers import Solver
-from flowgrpo.transitions import Gaussian, Prediction, Transition, law
+from flowgrpo.solvers import Euler, Solver
+from flowgrpo.transitions import FlowSde, Gaussian, Prediction, Transition, law
 
 Noise = Callable[[int, tuple[int, ...]], Tensor]  # (step, shape) -> standard normal
 
@@ -69,6 +69,11 @@ class Plan:
         assert self.noise is not None, "a window step needs noise to sample or a latent to score"
         noise = self.noise(step, tuple(gaussian.mean.shape)).to(gaussian.mean.device)
         return gaussian.sample(noise), gaussian
+
+
+def one_call(grid: Grid) -> Plan:
+    """A single step that is made for what the network says at its level; where it leads to is nobody's matter."""
+    return Plan(grid, 0, 1, range(0), FlowSde(), Euler(), Euler())
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowgrpo.build import Parts, when
+from flowgrpo.build import Choices, Parts, when
 from flowgrpo.data import Geometry
 from flowgrpo.group_noise import GroupNoise
 from flowgrpo.rollout import Dynamics
@@ -28,9 +28,12 @@ class Cost:
         return f"rollout {self.rollout:.2f} ({parts}), replay {self.replay:.2f}"
 
 
-def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = ()) -> Cost:
+def cost(
+    dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = (), levels: int = 0
+) -> Cost:
     """Calls by part, for the group-major rows of a process: in a rollout each step's once per node of a group, in a replay
-    once per node of each micro-batch. `batches` are those; without them one holds a whole group.
+    once per node of each micro-batch. `batches` are those; without them one holds a whole group. A forward objective replays
+    every sample at so many `levels` instead.
     """
     plan, window = dynamics.plan(0, dynamics.grid.num_steps), dynamics.window
     batches = batches or [range(group_size)]
@@ -43,8 +46,13 @@ def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Seque
     def calls(steps: range) -> float:
         return sum((plan.calls(step) * share(rows, step) for step in steps), 0.0)
 
-    replay = sum((share(batch, step) for batch in batches for step in window), 0.0)
+    replay = float(levels) or sum((share(batch, step) for batch in batches for step in window), 0.0)
     return Cost(calls(range(window.start)), calls(window), calls(range(window.stop, plan.last)), replay)
+
+
+def levels_of(choices: Choices) -> int:
+    """The levels at which each sample is trained; 0 for an objective that trains window steps."""
+    return choices.levels.count if choices.objective.family == "forward" else 0
 
 
 def micro_batches(geometry: Geometry, size: int) -> list[range]:
@@ -62,16 +70,21 @@ def describe(parts: Parts) -> Mapping[str, str]:
     total = sum(p.numel() for network in parts.policy.networks.values() for p in network.parameters())
     dynamics = parts.dynamics(choices.window.at(when(config, 0)))
     batches = micro_batches(g, o.micro_batch_size)
-    first = cost(dynamics, choices.group_noise, config.group_size, batches)
+    levels = levels_of(choices)
+    first = cost(dynamics, choices.group_noise, config.group_size, batches, levels)
+    places = f"{levels} levels" if levels else f"{len(dynamics.window)} steps"
     return {
         "policy": f"{type(parts.policy.pipeline).__name__}, {config.model.train}: trains {trained:,} of {total:,} parameters",
         "groups": f"{config.prompts_per_iteration} prompts x {config.group_size} samples = {g.samples} samples an iteration",
         "processes": f"{parts.accelerator.num_processes} on {parts.accelerator.device}, {g.samples_per_process} samples each",
         "levels": ", ".join(f"{sigma:.3f}" for sigma in parts.grid.sigmas),
         "window": f"{choices.window}, {choices.transition}; before it {dynamics.solver}, behind it "
-        f"{dynamics.tail or dynamics.solver}",
+        f"{dynamics.tail or dynamics.solver}"
+        if len(dynamics.window)
+        else f"none; all steps {dynamics.solver}",
         "calls a sample": f"{first}; {choices.group_noise}; first iteration, of {s.num_steps} steps",
         "updates": f"{o.updates_per_iteration} an iteration, {config.iterations * o.updates_per_iteration} in all; each sums "
-        f"{len(batches) // o.updates_per_iteration} micro-batches x {len(dynamics.window)} steps per process",
-        "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}, {choices.step_weights}",
+        f"{len(batches) // o.updates_per_iteration} micro-batches x {places} per process",
+        "signal": f"{choices.signal} -> {choices.advantage} -> {choices.objective}, "
+        f"{choices.levels if levels else choices.step_weights}",
     }

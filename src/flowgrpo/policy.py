@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from flowgrpo import families
 from flowgrpo.data import Prompt
-from flowgrpo.discrete import ddim_grid, is_discrete
-from flowgrpo.mdp_scheduler import Plan, Record, mdp_scheduler
+from flowgrpo.discrete import ddim_grid, ddim_level, is_discrete
+from flowgrpo.mdp_scheduler import Plan, Record, mdp_scheduler, one_call
 from flowgrpo.media import from_pipeline_output
 from flowgrpo.schedule import Grid, Schedule
+from flowgrpo.transitions import Prediction
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ class Policy:
     def generate(self, prompts: Sequence[Prompt], num_steps: int, generators: Sequence[torch.Generator]) -> Tensor:
         """Plain inference with the pipeline's own scheduler: media (b, f, 3, h, w) in [0, 1]."""
         return from_pipeline_output(families.output_of(self._run_pipeline(prompts, num_steps, generators, True, False)))
+
+    def level(self, grid: Grid, sigma: float) -> Grid:
+        """A level to predict at: this one, or, for a model with discrete levels, the nearest that it knows."""
+        return ddim_level(self.own_scheduler, sigma) if is_discrete(self.own_scheduler) else grid.level(sigma)
+
+    def predict(self, prompts: Sequence[Prompt], x: Tensor, level: Grid, *, grad: bool = False) -> Prediction:
+        """What the network, guided as in sampling, says of the latents x (b, *s) at a `level`."""
+        record, _ = self.run(prompts, one_call(level), start=x, grad=grad)
+        return record.predictions[0]
 
     def forget(self) -> None:
         """Let go of the encoded prompts, which are remembered from a rollout for its replays."""

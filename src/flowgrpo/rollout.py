@@ -43,6 +43,11 @@ class Noise:
         parts = [((self.seed, self.iteration, row.prompt.id), row.sample) for row in rows]
         return torch.stack([self.within.step_noise(key, sample, step, window, shape[1:]) for key, sample in parts])
 
+    def forward(self, rows: Sequence[Row], number: int, shape: tuple[int, ...]) -> Float[Tensor, " b *s"]:
+        """Standard normal noise to noise finished samples with, for the `number`-th level of the iteration."""
+        keyed = (("forward", self.seed, self.iteration, row.prompt.id, row.sample, number) for row in rows)
+        return torch.stack([keys.normal(shape[1:], *key) for key in keyed])
+
 
 @dataclass(frozen=True)
 class Dynamics:
@@ -55,6 +60,7 @@ class Dynamics:
     tail: Solver | None = None  # behind the window; None: the solver too
     reduce: Reduce = "mean"
     density: Density = "exact"
+    keep_means: bool = False  # for objectives that need the old means
 
     def plan(self, first: int, last: int) -> Plan:
         """The steps first to last - 1."""
@@ -71,13 +77,19 @@ class Trajectory:
 
     rows: tuple[Row, ...]
     dynamics: Dynamics
-    within: GroupNoise
+    noise: Noise
     conditions: Conditions
     latents: Float[Tensor, " b states *s"]  # the w + 1 latents around the window's steps, float32
     log_probs: Float[Tensor, " b window"]
     x0: Float[Tensor, " b *s"]
     media: Float[Tensor, " b f 3 h w"]  # in [0, 1], on the CPU
     calls: int  # network calls, each weighted by its share of the rows
+    means: Float[Tensor, " b window *s"] | None = None  # of the window steps' laws, where `keep_means` asks for them
+
+    @property
+    def within(self) -> GroupNoise:
+        """How the samples of a group are related."""
+        return self.noise.within
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -109,10 +121,11 @@ class StepScore:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What one node of a segment left: the latents before its steps, the log-density of its window steps, the last latent."""
+    """What one node of a segment left: the latents before its steps, log-density and mean of window steps, the last latent."""
 
     latents: Mapping[int, Tensor]
     log_probs: Mapping[int, Tensor]
+    means: Mapping[int, Tensor]
     last: Tensor
     media: Tensor | None
 
@@ -162,10 +175,11 @@ def _run_segment(policy: Policy, nodes: Sequence[Row], start: Tensor | None, dyn
     generators = [noise.start(node, window) for node in nodes]
     record, media = policy.run([node.prompt for node in nodes], plan, start=start, generators=generators, decode=decode)
     log_probs = {step: dynamics.log_density(law, _after(record, step)) for step, law in record.laws.items()}
+    means = {step: law.mean for step, law in record.laws.items()} if dynamics.keep_means else {}
     clips = [None] * len(nodes) if media is None else media.float().cpu()
     stored = [
-        _Stored(_of(record.latents, i), _of(log_probs, i), record.last[i], clips[i]) for i in range(len(nodes))
-    ]  # fmt: skip
+        _Stored(_of(record.latents, i), _of(log_probs, i), _of(means, i), record.last[i], clips[i]) for i in range(len(nodes))
+    ]
     return stored, record.calls
 
 
@@ -181,17 +195,24 @@ def _trajectory(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: 
                 stored: Sequence[Mapping[Row, _Stored]], calls: int) -> Trajectory:  # fmt: skip
     """Every row's path through its nodes, put together."""
     window = dynamics.window
-    latents, log_probs = [], []
-    for row in rows:
-        path = [done[node_of(row, first, noise.within, window)] for first, done in zip(bounds, stored, strict=False)]
-        states = {step: x for part in path for step, x in part.latents.items()}
-        densities = {step: value for part in path for step, value in part.log_probs.items()}
-        latents.append(torch.stack([states[step] for step in range(window.start, window.stop + 1)]))
-        log_probs.append(torch.stack([densities[step] for step in window]))
+    paths = [
+        [done[node_of(row, first, noise.within, window)] for first, done in zip(bounds, stored, strict=False)] for row in rows
+    ]
+    latents = _gathered([[part.latents for part in path] for path in paths], range(window.start, window.stop + 1))
+    log_probs = _gathered([[part.log_probs for part in path] for path in paths], window)
+    means = _gathered([[part.means for part in path] for path in paths], window) if dynamics.keep_means else None
     ends = [stored[-1][node_of(row, bounds[-2], noise.within, window)] for row in rows]
     media = [end.media for end in ends if end.media is not None]
-    return Trajectory(tuple(rows), dynamics, noise.within, policy.conditions, torch.stack(latents), torch.stack(log_probs),
-                      torch.stack([end.last for end in ends]), torch.stack(media), calls)  # fmt: skip
+    return Trajectory(tuple(rows), dynamics, noise, policy.conditions, latents, log_probs,
+                      torch.stack([end.last for end in ends]), torch.stack(media), calls, means)  # fmt: skip
+
+
+def _gathered(paths: Sequence[Sequence[Mapping[int, Tensor]]], steps: range) -> Float[Tensor, " b steps *s"]:
+    """What the nodes on each row's path hold at these steps."""
+    if not len(steps):
+        return torch.zeros(len(paths), 0)
+    held = [{step: x for part in path for step, x in part.items()} for path in paths]
+    return torch.stack([torch.stack([one[step] for step in steps]) for one in held])
 
 
 def replay(policy: Policy, trajectory: Trajectory, rows: Sequence[int], step: int, grad: bool = True) -> StepScore:

@@ -55,6 +55,13 @@ class Grid:
         tail = tail.to(kind) if kind.is_floating_point else tail.round().to(kind)
         return Grid(sigmas, torch.cat([self.timesteps[:start], tail.to(self.timesteps.device)]))
 
+    def level(self, sigma: float) -> "Grid":
+        """One step from this level to 0; the network's number follows the levels linearly, as behind the window."""
+        levels, numbers = [*self.sigmas[::-1]], [0.0, *self.timesteps.double().flip(0).tolist()]
+        exact = numbers[-1] * sigma / levels[-1] if sigma > levels[-1] else float(np.interp(sigma, levels, numbers))
+        kind, number = self.timesteps.dtype, torch.tensor([exact], dtype=torch.float64, device=self.timesteps.device)
+        return Grid((sigma, 0.0), (number if kind.is_floating_point else number.round()).to(kind))
+
 
 def check_sigmas(sigmas: Sequence[float]) -> None:
     """Raise ValueError unless the levels are a falling sequence in [0, 1] that ends at 0."""

@@ -1,7 +1,10 @@
-"""Checks at the start of a run, on its own pipeline and settings: is the sampler the pipeline's, is the first ratio 1?"""
+"""Checks at the start of a run, on its own pipeline and settings: is the sampler the pipeline's, is the first ratio 1?
+
+An objective of the forward family has no ratio to the rollout; there the network must say at a level what it said in sampling.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ def selfcheck(parts: Parts) -> Iterator[Check]:
     """Run the checks, a few samples each."""
     yield check_noise_off(parts)
     trajectory = _probe(parts)
-    yield check_ratio(parts, trajectory)
+    yield (check_levels if parts.choices.objective.family == "forward" else check_ratio)(parts, trajectory)
     yield check_members_differ(trajectory)
 
 
@@ -56,19 +59,34 @@ def check_ratio(parts: Parts, trajectory: Trajectory) -> Check:
     """Before any update the replayed log-probabilities must be those of the rollout."""
     objective = parts.choices.objective
     gap = max(_gap(parts, trajectory, step) for step in trajectory.dynamics.window)
-    message = f"|log ratio| before the first update is at most {gap:.1e}; clip range {objective.clip_range:.0e}"
+    message, band = f"|log ratio| before the first update is at most {gap:.1e}", objective.clip_range
+    message += "" if band is None else f"; clip range {band:.0e}"
     summed = objective.reduce == "sum"
-    if summed and objective.clip_range < SUMMED_CLIP:
+    small = summed and band is not None and band < SUMMED_CLIP
+    if small:
         message += f"; with reduce=sum a clip range near 0.2 is usual, and below {SUMMED_CLIP:g} nearly all is clipped"
     if parts.policy.dtype == torch.float32:
         tolerance = RATIO_TOLERANCE * (trajectory.x0[0].numel() if summed else 1)
-        return Check("ratio 1", gap < tolerance, message, warning=summed and objective.clip_range < SUMMED_CLIP)
-    if gap > objective.clip_range / 10:
+        return Check("ratio 1", gap < tolerance, message, warning=small)
+    coarse = band is not None and gap > band / 10
+    if coarse:
         message += (
             f"; rounding takes a tenth of the band or more: raise objective.clip_range, set "
             f"optimizer.micro_batch_size={parts.config.sampler.batch_size} as in sampling, or use model.dtype=float32"
         )
-    return Check("ratio 1", True, message, warning=gap > objective.clip_range / 10)
+    return Check("ratio 1", True, message, warning=coarse)
+
+
+def check_levels(parts: Parts, trajectory: Trajectory) -> Check:
+    """At a level of the grid `predict` must say what the network said in sampling."""
+    policy, dynamics = parts.policy, trajectory.dynamics
+    step, x = dynamics.window.start, trajectory.latents[:, 0]
+    record, _ = policy.run(trajectory.prompts, replace(dynamics.plan(step, step + 1), x_next=x), start=x)
+    sampled = record.predictions[step].v
+    predicted = policy.predict(trajectory.prompts, x, policy.level(parts.grid, parts.grid.sigmas[step])).v
+    gap = float((predicted - sampled).abs().max() / sampled.abs().max())
+    message = f"at sigma {parts.grid.sigmas[step]:.3f} a prediction differs from sampling's by at most {gap:.1e} of its size"
+    return Check("levels", gap <= PICTURE_TOLERANCE[policy.dtype], message)
 
 
 def check_members_differ(trajectory: Trajectory) -> Check:

@@ -13,9 +13,10 @@ from flowgrpo.adapters import gradient_norm
 from flowgrpo.build import Parts, when
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
+from flowgrpo.losses import Losses, micro_batches
 from flowgrpo.metrics import Metrics
 from flowgrpo.probe import probe
-from flowgrpo.rollout import Noise, Row, StepScore, Trajectory, replay, rollout
+from flowgrpo.rollout import Noise, Row, Trajectory, rollout
 from flowgrpo.scoring import RewardError, Scores
 from flowgrpo.variance_window import ProbingWindow
 
@@ -70,8 +71,7 @@ class Trainer:
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
             with self._timed("update"):
-                for number, rows in enumerate(self._update_slices()):
-                    self.update(trajectory, advantages, rows, first=number == 0)
+                self.learn(Losses(self.parts, trajectory, advantages, self.metrics))
         self.metrics.update(self.on_end(k))
         return self._finish(k, trajectory)
 
@@ -92,7 +92,7 @@ class Trainer:
     def advantages(self, scores: Scores, trajectory: Trajectory) -> Tensor:
         """Advantages (b, w) of this process's samples at each window step, from the statistics of whole groups.
 
-        A step's signals are those of its nodes: where samples are still one, their mean.
+        A step's signals are those of its nodes: where samples are still one, their mean. Without a window there is one column.
         """
         parts, choices, window = self.parts, self.parts.choices, trajectory.dynamics.window
         accelerator = parts.accelerator
@@ -105,7 +105,7 @@ class Trainer:
             )
         samples = range(self.config.group_size)
         columns = []
-        for step in window:
+        for step in window or range(1):
             nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
             columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
         advantages = torch.stack(columns, 1)
@@ -113,18 +113,20 @@ class Trainer:
         mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
         return advantages[mine.start : mine.stop].to(accelerator.device)
 
-    def update(self, trajectory: Trajectory, advantages: Tensor, rows: range, first: bool) -> None:
-        """One optimizer step on `rows`: gradients are summed over micro-batches and window steps, then averaged."""
-        parts, dynamics, window = self.parts, trajectory.dynamics, trajectory.dynamics.window
-        weights = parts.choices.step_weights(dynamics.transition, parts.grid.sigmas, window)
-        size = self.config.optimizer.micro_batch_size
-        for start in range(rows.start, rows.stop, size):
-            batch = range(start, min(start + size, rows.stop))
-            for step in window:
-                nodes = trajectory.nodes(batch, step)
-                loss = self.loss(trajectory, advantages, list(nodes), step, first)
-                counts = torch.tensor(list(nodes.values()), device=loss.device)
-                (weights[step] * (counts * loss).sum() / (len(rows) * len(window))).backward()
+    def learn(self, losses: Losses) -> None:
+        """All updates of an iteration, each on an equal part of this process's samples."""
+        size, count = self.parts.geometry.samples_per_update, self.config.optimizer.micro_batch_size
+        slices = [range(i, i + size) for i in range(0, self.parts.geometry.samples_per_process, size)]
+        losses.remember([batch for rows in slices[1:] for batch in micro_batches(rows, count)])
+        for number, rows in enumerate(slices):
+            self.update(losses, rows, first=number == 0)
+
+    def update(self, losses: Losses, rows: range, first: bool) -> None:
+        """One optimizer step on `rows`: gradients are summed over micro-batches and steps or levels, then averaged."""
+        parts = self.parts
+        for batch in micro_batches(rows, self.config.optimizer.micro_batch_size):
+            for piece in losses.of(batch, first):
+                (piece / len(rows)).backward()
         self._average_gradients()
         norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
         if not norm < float("inf"):
@@ -138,22 +140,6 @@ class Trainer:
         if parts.ema is not None:
             parts.ema.update()
 
-    def loss(self, trajectory: Trajectory, advantages: Tensor, rows: list[int], step: int, first: bool) -> Tensor:
-        """Loss of each row at a window step."""
-        objective = self.parts.choices.objective
-        reference = self._reference_score(trajectory, rows, step)
-        new = replay(self.parts.policy, trajectory, rows, step)
-        column = step - trajectory.dynamics.window.start
-        old, advantage = trajectory.log_probs[rows, column], advantages[rows, column]
-        kl = None
-        if reference is not None:
-            kl = objective.divergence(new.law, new.prediction, reference.law, reference.prediction)
-        loss, stats = objective(new.log_prob, old, advantage, kl)
-        self.metrics.update({"loss": loss, **stats, "calls/replay": len(rows)})
-        if first:
-            self.metrics.add("ratio/max_gap", (new.log_prob - old).abs())
-        return loss
-
     def save(self) -> Path:
         """Write a checkpoint: weights, optimizer, average, and where the run stands."""
         return run_state.save(self.parts, self.next_iteration)
@@ -161,17 +147,6 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint. Raises ValueError when it does not fit this run."""
         self.next_iteration = run_state.load(self.parts, folder)
-
-    def _reference_score(self, trajectory: Trajectory, rows: list[int], step: int) -> StepScore | None:
-        if self.parts.reference is None:
-            return None
-        with self.parts.reference.active():
-            return replay(self.parts.policy, trajectory, rows, step, grad=False)
-
-    def _update_slices(self) -> Iterator[range]:
-        size = self.parts.geometry.samples_per_update
-        for start in range(0, self.parts.geometry.samples_per_process, size):
-            yield range(start, start + size)
 
     def _average_gradients(self) -> None:
         accelerator = self.parts.accelerator
@@ -210,8 +185,9 @@ class Trainer:
         window = trajectory.dynamics.window
         if isinstance(self.parts.choices.window, ProbingWindow):
             self.parts.choices.window.count(window)
-        self.metrics.update({"window/first": window.start, "window/last": window.stop - 1,
-                             "samples": len(trajectory.rows), "calls/rollout": trajectory.calls})  # fmt: skip
+        if len(window):
+            self.metrics.update({"window/first": window.start, "window/last": window.stop - 1})
+        self.metrics.update({"samples": len(trajectory.rows), "calls/rollout": trajectory.calls})
         values = self.metrics.reduce(self.parts.accelerator)
         if self.parts.accelerator.is_main_process:
             self.metrics.write(k, values)

@@ -300,8 +300,13 @@ class Ddim:
 
 
 def log_ratio(new: Float[Tensor, " b"], old: Float[Tensor, " b"], bound: float = 20.0) -> Float[Tensor, " b"]:
-    """new - old, held within ±bound so that a summed density cannot overflow the exponential."""
-    return torch.clamp(new - old, -bound, bound)
+    """new - old, `bounded`."""
+    return bounded(new - old, bound)
+
+
+def bounded(difference: Float[Tensor, " b"], bound: float = 20.0) -> Float[Tensor, " b"]:
+    """Held within ±bound, so that a summed density cannot overflow the exponential."""
+    return torch.clamp(difference, -bound, bound)
 
 
 TRANSITIONS: Mapping[str, type] = {

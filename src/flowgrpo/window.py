@@ -1,7 +1,8 @@
 """Which steps of a trajectory are stochastic at an iteration.
 
 A window is a range inside [0, n - 1): the last step of n is always deterministic, so no picture keeps noise. It is never
-empty and never shortened. Every window of this module is a pure function of `When`, hence the same on every process.
+shortened, and empty only as `NoWindow`. Every window of this module is a pure function of `When`, hence the same on every
+process.
 """
 
 import math
@@ -232,6 +233,18 @@ class OneStep(Random):
     """
 
     size: int = field(default=1, init=False)
+
+
+@dataclass(frozen=True)
+class NoWindow:
+    """No stochastic step: samples are those of plain inference, each from a start noise of its own.
+
+    Only objectives that need no density learn from them (the forward family).
+    """
+
+    def at(self, when: When) -> range:
+        """The empty range."""
+        return range(0)
 
 
 WINDOWS: Mapping[str, type] = {

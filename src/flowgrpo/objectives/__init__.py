@@ -1,19 +1,20 @@
 """Objectives: advantages into a loss, one a file."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
+from flowgrpo.objectives.contract import ForwardBatch, StepBatch, check_objective
+from flowgrpo.objectives.dppo import Dppo
+from flowgrpo.objectives.guard import Guard
+from flowgrpo.objectives.sequence_mean import SequenceMean
+from flowgrpo.objectives.trajectory_ratio import TrajectoryRatio
 
-OBJECTIVES: Mapping[str, type] = {"clipped_ratio": ClippedRatio}
-DECLARED = ("reduce", "density", "clip_range", "needs_reference")
+__all__ = ["OBJECTIVES", "ForwardBatch", "StepBatch", "check_objective"]
 
-
-def check_objective(objective: Any) -> None:
-    """Raise ValueError unless an objective says what the loop must know of it."""
-    missing = [name for name in DECLARED if not hasattr(objective, name)]
-    if missing:
-        raise ValueError(
-            f"objective: {type(objective).__name__} must have the attributes {', '.join(DECLARED)}; "
-            f"it lacks {', '.join(missing)}"
-        )
+OBJECTIVES: Mapping[str, type] = {
+    "clipped_ratio": ClippedRatio,
+    "trajectory_ratio": TrajectoryRatio,
+    "sequence_mean": SequenceMean,
+    "guard": Guard,
+    "dppo": Dppo,
+}
