@@ -33,6 +33,7 @@ from shapes_models import new_pipeline
 from flowgrpo.build import Parts, build, when
 from flowgrpo.config import load_config, parse_config
 from flowgrpo.group_noise import Distinct
+from flowgrpo.losses import Losses
 from flowgrpo.metrics import Metrics
 from flowgrpo.rollout import Noise, Row, Trajectory, rollout
 from flowgrpo.trainer import Trainer
@@ -129,7 +130,8 @@ class Recipe:
         dynamics, size = self.parts.dynamics(window), self.config.group_size
         seconds, trajectory = timed(lambda: rollout(self.parts.policy, rows, dynamics, noise, size))
         advantages = torch.randn(size, len(window))
-        update, _ = timed(lambda: self.trainer.update(trajectory, advantages, range(size), first=False))
+        losses = Losses(self.parts, trajectory, advantages, self.trainer.metrics)
+        update, _ = timed(lambda: self.trainer.update(losses, range(size), first=False))
         self.times[window].append((seconds, update))
         self.rows_called.setdefault(window, called_rows(trajectory))
 

@@ -1,11 +1,14 @@
-"""Every sampler choice trains; what a group shares is computed once and counts as often as it should."""
+"""Every choice of sampler and objective trains; what a group shares is computed once and counts as often as it should."""
 
 import pytest
 import torch
 
 from flowgrpo.build import build
 from flowgrpo.group_noise import GROUP_NOISES, Tree
+from flowgrpo.levels import LEVELS
+from flowgrpo.losses import Losses
 from flowgrpo.metrics import Metrics
+from flowgrpo.objectives import OBJECTIVES
 from flowgrpo.rollout import Noise, Row, replay, rollout
 from flowgrpo.solvers import SOLVERS
 from flowgrpo.step_weights import STEP_WEIGHTS
@@ -16,6 +19,9 @@ from tests.toys import config
 
 SIZED = {"progressive", "linear_decay", "exponential_decay", "coverage", "random", "frozen", "variance"}
 TREE = {"use": "tree", "splits": [0, 1]}
+ODE = {"sampler__window": "none", "sampler__group_noise": "distinct"}
+CLIPS = ({"clip_low": 1e-2}, {"clip": "upper"}, {"clip": "none", "soft": 1.0})
+FORWARD = [name for name, factory in OBJECTIVES.items() if factory.family == "forward"]
 CHOICES = [
     *({"sampler__window": {"use": name, **({"size": 2} if name in SIZED else {})}} for name in [*WINDOWS, "variance"]),
     *({"sampler__transition": name} for name in TRANSITIONS),
@@ -25,6 +31,11 @@ CHOICES = [
     *({"step_weights": {"use": name, "budget_neutral": neutral}} for name in STEP_WEIGHTS for neutral in (True, False)),
     {"sampler__solver": "heun"},
     {"sampler__transition": "cps", "objective": {"use": "clipped_ratio", "density": "unit"}},
+    *({"objective": name} for name in OBJECTIVES),
+    *({"objective": {"use": "clipped_ratio", **clip}} for clip in CLIPS),
+    *({"objective": name, **ODE} for name in FORWARD),
+    *({"objective": "awm", "levels": {"use": name, "count": 2}, **ODE} for name in LEVELS),
+    {"objective": {"use": "nft", "adaptive": False, "kl": 0.1}, "sampler__group_noise": TREE, "sampler__window": "all"},
 ]
 
 
@@ -35,7 +46,19 @@ def test_every_choice_trains_with_ratio_one_and_finite_numbers(tmp_path, choice)
     for k in range(2):
         values = trainer.iteration(k)
         assert all(value == value and abs(value) < float("inf") for value in values.values())
-        assert values["ratio/max_gap"] < 1e-6 or k > 0
+        assert values.get("ratio/max_gap", 0.0) < 1e-6 or k > 0
+        assert values["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_in_the_only_update_of_an_iteration_every_ratio_is_one_and_nothing_is_held_back(tmp_path, name):
+    settings = config(tmp_path, objective=name, optimizer__updates_per_iteration=1, sampler__group_noise="distinct")
+    trainer = Trainer(build(settings), Metrics(tmp_path / "metrics.jsonl"))
+    for k in range(2):
+        values = trainer.iteration(k)
+        assert values.get("ratio/mean", 1.0) == pytest.approx(1, abs=2e-6)
+        held = [values[part] for part in ("clip_fraction/low", "clip_fraction/high", "dropped") if part in values]
+        assert held == [0.0] * len(held)
         assert values["grad_norm"] > 0
 
 
@@ -57,7 +80,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_one_by_one(tmp_path):
     expected = dict(zip(names, torch.autograd.grad(loss, list(parts.trained.values())), strict=True))
     parts.optimizer.step = lambda: None
     parts.optimizer.zero_grad = lambda **_: None
-    trainer.update(trajectory, advantages, range(8), first=True)
+    trainer.update(Losses(parts, trajectory, advantages, trainer.metrics), range(8), first=True)
     for name in names:
         torch.testing.assert_close(parts.trained[name].grad, expected[name], rtol=1e-4, atol=1e-7)
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 
+from flowgrpo.objectives.awm import Awm
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
 from flowgrpo.objectives.contract import ForwardBatch, StepBatch, check_objective
 from flowgrpo.objectives.dppo import Dppo
 from flowgrpo.objectives.guard import Guard
+from flowgrpo.objectives.nft import Nft
+from flowgrpo.objectives.rwr import Rwr
 from flowgrpo.objectives.sequence_mean import SequenceMean
 from flowgrpo.objectives.trajectory_ratio import TrajectoryRatio
 
@@ -17,4 +20,7 @@ OBJECTIVES: Mapping[str, type] = {
     "sequence_mean": SequenceMean,
     "guard": Guard,
     "dppo": Dppo,
+    "awm": Awm,
+    "nft": Nft,
+    "rwr": Rwr,
 }

@@ -1,0 +1,207 @@
+"""What the loop tells an objective: old means, stds, levels, old predictions; and the gradient that it makes of the answer."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from flowgrpo.build import build, choose
+from flowgrpo.losses import Losses, micro_batches
+from flowgrpo.metrics import Metrics
+from flowgrpo.objectives import OBJECTIVES
+from flowgrpo.rollout import replay
+from flowgrpo.selfcheck import selfcheck
+from flowgrpo.trainer import Trainer
+from flowgrpo.transitions import TRANSITIONS
+from tests.toys import config
+
+ODE = {"use": "none"}
+FORWARD = [name for name, factory in OBJECTIVES.items() if factory.family == "forward"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("losses")
+
+
+def trainer_of(folder, **changes):
+    return Trainer(build(config(folder, **{"sampler__num_steps": 5, **changes})), Metrics(folder / "metrics.jsonl"))
+
+
+def forward_trainer(folder, objective, **changes):
+    settings = {"sampler__window": ODE, "sampler__group_noise": "distinct", "objective": objective, **changes}
+    return trainer_of(folder, **settings)
+
+
+@dataclass
+class Spy:
+    """Passes everything on to an objective and keeps what it was given."""
+
+    objective: Any
+    seen: list[Any] = field(default_factory=list)
+
+    def __getattr__(self, name):
+        return getattr(self.objective, name)
+
+    def __call__(self, batch):
+        self.seen.append(batch)
+        return self.objective(batch)
+
+
+def spied(trainer):
+    spy = Spy(trainer.parts.choices.objective)
+    trainer.parts = replace(trainer.parts, choices=replace(trainer.parts.choices, objective=spy))
+    return spy
+
+
+def test_micro_batches_cover_the_rows_once():
+    assert list(micro_batches(range(4, 11), 3)) == [range(4, 7), range(7, 10), range(10, 11)]
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+@pytest.mark.parametrize("objective", ["dppo", "guard"])
+def test_divergences_from_the_old_means_are_taken_at_each_transitions_own_std(folder, transition, objective):
+    trainer = trainer_of(folder, objective=objective, sampler__transition=transition, sampler__window="all")
+    trajectory = trainer.rollout(0)
+    losses = Losses(trainer.parts, trajectory, torch.ones(8, 4), trainer.metrics)
+    trainer.update(losses, range(8), first=True)
+    for step in trajectory.dynamics.window:
+        batch = losses.step_batch([0, 5], step, first=False)
+        c = trajectory.dynamics.transition.coefficients(trajectory.dynamics.grid.sigmas, step)
+        torch.testing.assert_close(batch.std, torch.full((2,), c.std))
+        x_next, rows = trajectory.latents[[0, 5], step + 1], [trajectory.rows[i] for i in (0, 5)]
+        noise = trajectory.noise.step(rows, step, trajectory.dynamics.window, tuple(x_next.shape))
+        old_mean = x_next - c.std * noise  # as the noise that the rollout drew tells it
+        torch.testing.assert_close(batch.old_mean, old_mean, rtol=1e-4, atol=1e-5)
+        if objective == "dppo":
+            _, stats = trainer.parts.choices.objective(batch)
+            expected = ((batch.mean - old_mean) ** 2).flatten(1).mean(1) / (2 * c.std**2)
+            torch.testing.assert_close(stats["kl_old"], expected.detach(), rtol=1e-2, atol=1e-8)
+            assert (expected > 0).all()
+
+
+def test_old_means_are_kept_only_where_they_are_needed(folder):
+    assert trainer_of(folder).rollout(0).means is None
+    trajectory = trainer_of(folder, objective="dppo").rollout(0)
+    assert trajectory.means.shape == (8, 2, *trajectory.x0.shape[1:])
+
+
+@pytest.mark.parametrize(("objective", "share"), [("trajectory_ratio", 1), ("sequence_mean", 3)])
+def test_the_gradient_of_an_objective_of_trajectories_is_that_of_its_samples_one_by_one(folder, objective, share):
+    window = {"use": "frozen", "size": 3}
+    trainer = trainer_of(folder, objective=objective, sampler__window=window, optimizer__max_grad_norm=1e9)
+    parts, trajectory = trainer.parts, trainer.rollout(0)
+    advantages = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    loss = torch.zeros(())
+    for row in range(8):
+        new = sum(replay(parts.policy, trajectory, [row], step).log_prob for step in range(3))
+        loss = loss - (((new - trajectory.log_probs[row].sum()) / share).exp() * advantages[row]).sum() / 8
+    expected = torch.autograd.grad(loss, list(parts.trained.values()))
+    parts.optimizer.step = lambda: None
+    parts.optimizer.zero_grad = lambda **_: None
+    losses = Losses(parts, trajectory, advantages[:, None].expand(8, 3), trainer.metrics)
+    trainer.update(losses, range(8), first=True)
+    for parameter, gradient in zip(parts.trained.values(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_the_gradient_of_a_forward_objective_is_the_mean_over_samples_and_levels(folder, name, micro):
+    changes = {"levels": {"use": "uniform", "count": 2}, "optimizer__max_grad_norm": 1e9}
+    trainer = forward_trainer(folder, name, optimizer__micro_batch_size=micro, **changes)
+    parts, trajectory = trainer.parts, trainer.rollout(0)
+    advantages = torch.randn(8, 1, generator=torch.Generator().manual_seed(0))
+    alone = Losses(parts, trajectory, advantages, trainer.metrics)
+    batches = [alone.forward_batch(range(row, row + 1), j) for row in range(8) for j in (0, 1)]
+    loss = sum(parts.choices.objective(batch)[0].sum() for batch in batches)
+    expected = torch.autograd.grad(loss / 16, list(parts.trained.values()))
+    parts.optimizer.step = lambda: None
+    parts.optimizer.zero_grad = lambda **_: None
+    trainer.update(Losses(parts, trajectory, advantages, trainer.metrics), range(8), first=True)
+    for parameter, gradient in zip(parts.trained.values(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_all_samples_of_an_iteration_are_seen_at_its_levels_under_noise_of_their_own(folder):
+    trainer = forward_trainer(folder, "rwr", optimizer__micro_batch_size=2)
+    spy = spied(trainer)
+    trainer.iteration(3)
+    assert len(spy.seen) == 4 * 4  # micro-batches x levels
+    for number in range(4):
+        seen = spy.seen[number::4]
+        assert len({batch.new.sigma for batch in seen}) == 1
+        noises = torch.cat([batch.eps for batch in seen])
+        assert len(noises.flatten(1).unique(dim=0)) == 8
+        for batch in seen:
+            sigma = batch.new.sigma
+            torch.testing.assert_close(batch.new.x, (1 - sigma) * batch.x0 + sigma * batch.eps)
+    assert len({batch.new.sigma for batch in spy.seen}) == 4
+
+
+@pytest.mark.parametrize("name", ["awm", "nft"])
+def test_old_predictions_are_those_before_the_first_update_in_every_update(folder, name):
+    trainer = forward_trainer(folder, name, optimizer__updates_per_iteration=4, optimizer__micro_batch_size=2)
+    spy, trained = spied(trainer), trainer.parts.trained
+    trajectory = trainer.rollout(0)
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    losses = Losses(trainer.parts, trajectory, torch.randn(8, 1), trainer.metrics)
+    trainer.learn(losses)
+    seen, after = list(spy.seen), {n: p.detach().clone() for n, p in trained.items()}
+    for n, p in trained.items():
+        p.data = before[n]
+    fresh = [losses.forward_batch(batch, j).new.v for batch in micro_batches(range(8), 2) for j in range(4)]
+    for one, v in zip(seen, fresh, strict=True):
+        torch.testing.assert_close(one.old.v, v.detach(), rtol=0, atol=1e-6)
+    assert all((one.new.v - one.old.v).abs().max() == 0 for one in seen[:4])
+    assert all((one.new.v - one.old.v).abs().max() > 0 for one in seen[4:])
+    assert any((after[n] != before[n]).any() for n in before)
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_the_reference_predicts_what_the_start_of_the_run_did(folder, train):
+    model = {**config(folder).model.model_dump(exclude={"lora"}), "train": train}
+    trainer = forward_trainer(folder, {"use": "awm", "kl": 0.1, "clip_range": 0.5}, model=model)
+    spy = spied(trainer)
+    first = trainer.iteration(0)
+    assert spy.seen[0].reference is not None
+    torch.testing.assert_close(spy.seen[0].reference.v, spy.seen[0].new.v.detach(), rtol=1e-5, atol=1e-6)
+    assert first["kl"] > 0  # from the second update on
+    assert (spy.seen[-1].reference.v - spy.seen[-1].new.v).abs().max() > 0
+
+
+def test_the_start_check_of_a_forward_objective_finds_a_network_told_of_another_level(folder, monkeypatch):
+    parts = forward_trainer(folder, "awm").parts
+    checks = list(selfcheck(parts))
+    assert [check.name for check in checks] == ["noise off", "levels", "members differ"]
+    assert all(check.passed for check in checks)
+    own = parts.policy.level
+    monkeypatch.setattr(parts.policy, "level", lambda grid, sigma: own(grid, 0.5 * sigma))
+    assert [check.name for check in selfcheck(parts) if not check.passed] == ["levels"]
+
+
+TREE = {"use": "tree", "splits": [0, 1]}
+REFUSED = [
+    ({"sampler__window": "none", "sampler__group_noise": "distinct"}, "ClippedRatio needs stochastic steps"),
+    ({"sampler__window": "none", "objective": "awm"}, "must be distinct without a window"),
+    ({"sampler__window": "none", "sampler__group_noise": TREE, "objective": "awm"}, "must be distinct without a window"),
+    ({"sampler__window": "all", "sampler__group_noise": TREE, "objective": "sequence_mean"}, "one ratio for the whole window"),
+    ({"objective": "sequence_mean", "step_weights": "equal"}, "step_weights has no effect on SequenceMean"),
+    ({"objective": "nft", "step_weights": "noise"}, "step_weights has no effect on Nft"),
+    ({"levels": "uniform"}, "levels has no effect on ClippedRatio"),
+    ({"objective": "awm", "levels": {"use": "grid", "count": 9}}, "levels.count=9 must be at most the 5 levels"),
+    ({"objective": {"use": "trajectory_ratio", "clip": "none", "reduce": "sum"}}, "clip must be upper with reduce=sum"),
+    ({"objective": {"use": "guard", "density": "unit"}}, "objective.density"),
+    *(
+        ({"sampler__window": "none", "sampler__group_noise": "distinct", "objective": "awm", f"sampler__{name}": value},
+         f"sampler.{name} has no effect without a window")
+        for name, value in (("transition", "cps"), ("tail", {"solver": "heun"}))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=str)
+def test_what_cannot_be_is_refused_when_the_config_is_read(folder, changes, words):
+    with pytest.raises(ValueError, match=words):
+        choose(config(folder, **{"sampler__num_steps": 5, **changes}))
