@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = {str(path.relative_to(ROOT / "configs")): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
 METHODS = {
     "shapes": "flow_grpo flow_grpo_fast dance_grpo mixgrpo mixgrpo_flash mixgrpo_flash_star grpo_guard tempflow branch_grpo "
-    "variance_window",
+    "variance_window tic_grpo sequence_mean flow_dppo awm diffusion_nft rwr",
     "sd3.5-medium": "flow_grpo flow_grpo_fast mixgrpo grpo_guard tempflow",
     "flux.1-dev": "flow_grpo flow_grpo_fast dance_grpo mixgrpo mixgrpo_flash mixgrpo_flash_star grpo_guard tempflow "
     "branch_grpo",
@@ -72,10 +72,10 @@ PUBLISHED = {
     | {"group_size": 24, "sampler.window": {"use": "progressive", "size": 4, "interval": 150, "stride": 1},
        "sampler.guidance_scale": 4.5, "objective.kl": 0.001, "optimizer.lr": 3e-4, "optimizer.weight_decay": 1e-4,
        "prompts_per_iteration": 96, "optimizer.updates_per_iteration": 1},
-    "sd3.5-medium/grpo_guard.yaml": FLOW_GRPO
+    "sd3.5-medium/grpo_guard.yaml": {name: value for name, value in FLOW_GRPO.items() if name != "objective.clip_range"}
     | SD35
-    | {"optimizer.lr": 1e-4, "objective.kl": 0, "step_weights": {"use": "step_size"}, "sampler.guidance_scale": 4.5,
-       "advantage": {"use": "group", "clip": 5}, "objective.clip_range": 1e-5},
+    | {"optimizer.lr": 1e-4, "step_weights": {"use": "step_size"}, "sampler.guidance_scale": 4.5,
+       "advantage": {"use": "group", "clip": 5}, "objective": {"use": "guard", "clip_range": 4e-6, "kl": 0}},
     "sd3.5-medium/tempflow.yaml": {"sampler.window": {"use": "one_step"}, "step_weights": {"use": "noise"}},
 }  # fmt: skip
 
