@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,3 +324,14 @@ def test_an_objective_that_keeps_its_density_to_itself_is_refused():
 def test_settings_out_of_range_or_without_effect_are_refused(factory, bad, words):
     with pytest.raises(ValueError, match=f"objective.{words}"):
         factory(**bad)
+
+
+def test_the_example_in_the_docs_is_an_objective():
+    page = (Path(__file__).parent.parent / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
+    (code,) = [block.split("```")[0] for block in page.split("```python\n") if "class RootAdvantage" in block.split("```")[0]]
+    space = {"__name__": __name__}
+    exec(code, space)
+    objective = space["RootAdvantage"](least=0.1)
+    check_objective(objective)
+    loss, _ = objective(bare(torch.zeros(3), torch.zeros(3), torch.tensor([4.0, -9.0, 0.01])))
+    assert loss.tolist() == [-2.0, 3.0, 0.0]

@@ -23,7 +23,6 @@ SAID: dict[str, dict[str, str]] = {
         "needs_old_means": "whether the rollout keeps the means of its steps, a latent each",
     },
     "forward": {
-        "clip_range": "what rounding may take a tenth of, or None",
         "needs_reference": "whether the reference predicts too",
         "needs_old": "whether it is told what was predicted before the iteration's first update",
     },

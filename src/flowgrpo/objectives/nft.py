@@ -1,7 +1,6 @@
 """DiffusionNFT: one network as its own better and worse policy."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -27,8 +26,6 @@ class Nft(Forward):
     Source: DiffusionNFT 2509.16117, by a third party's notes and an implementation of others. Here v_old are the weights at
     the start of the iteration, not a moving average of them, and `most` is ours.
     """
-
-    clip_range: ClassVar[float | None] = None
 
     beta: float = 1.0
     most: float = 1.0

@@ -21,7 +21,6 @@ class Rwr(Forward):
     least this advantage count alike. Source: reward-weighted regression; the form for a flow is ours.
     """
 
-    clip_range: ClassVar[float | None] = None
     needs_old: ClassVar[bool] = False
 
     temperature: float = 1.0
