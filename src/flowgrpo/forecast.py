@@ -87,7 +87,7 @@ def kept_latents(choices: Choices, window: int, updates: int) -> float:
     """The latents around the window's steps and the last one, the old means, the predictions for later updates."""
     objective = choices.objective
     if objective.family == "ratio":
-        return window + 2 + window * objective.needs_old_means
+        return float(window + 2 + window * objective.needs_old_means)
     return window + 2 + choices.levels.count * objective.needs_old * (updates - 1) / updates
 
 
