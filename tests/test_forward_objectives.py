@@ -55,7 +55,7 @@ def slow_nft(beta, most, adaptive):
             if adaptive:
                 x = (1 - SIGMA) * x0 + SIGMA * eps
                 guess = x - SIGMA * policy
-                loss = loss + share * square(guess, x0) / float((guess - x0).abs().mean())
+                loss = loss + share * square(guess, x0) / float((guess - x0).detach().abs().mean())
             else:
                 loss = loss + share * square(policy, eps - x0)
         return loss
