@@ -28,9 +28,7 @@ class Cost:
         return f"rollout {self.rollout:.2f} ({parts}), replay {self.replay:.2f}"
 
 
-def cost(
-    dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = (), levels: int = 0
-) -> Cost:
+def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = (), levels: int = 0) -> Cost:
     """Calls by part, for the group-major rows of a process: in a rollout each step's once per node of a group, in a replay
     once per node of each micro-batch. `batches` are those; without them one holds a whole group. A forward objective replays
     every sample at so many `levels` instead.

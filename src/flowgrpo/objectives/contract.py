@@ -72,8 +72,6 @@ def check_objective(objective: Any) -> None:
         raise ValueError(f"objective: {name} must have the attribute family, 'ratio' or 'forward', got {family!r}")
     missing = [said for said in SAID[family] if not hasattr(objective, said)]
     if missing:
-        raise ValueError(
-            f"objective: {name} must have the attributes {', '.join(SAID[family])}; it lacks {', '.join(missing)}"
-        )
+        raise ValueError(f"objective: {name} must have the attributes {', '.join(SAID[family])}; it lacks {', '.join(missing)}")
     if family == "ratio" and objective.scope not in ("step", "trajectory"):
         raise ValueError(f"objective: the scope of {name} must be 'step' or 'trajectory', got {objective.scope!r}")
