@@ -3,13 +3,14 @@
     python scripts/bench_sampler.py configs/flux.1-dev/dance_grpo.yaml configs/flux.1-dev/mixgrpo*.yaml
 
 Of each config the sampler, the window schedule, the group and gradient checkpointing are taken; the model is a random
-Stable Diffusion 3 of 3.5 million parameters on 32 x 32 latents, trained in full, whose forward pass for one group takes
-above a tenth of a second on a CPU, and which is, like the real ones, large in tokens rather than in optimizer steps. The first config is the one that the others are compared with. Its prefix is not shared
-(`--shared-baseline` shares it too), as in the papers.
+Stable Diffusion 3 of 3.5 million parameters on 32 x 32 latents, trained in full. Like the real ones it is large in tokens
+rather than in optimizer steps; its forward pass for one group takes above a tenth of a second on a CPU. The first config
+is the one that the others are compared with. Its prefix is not shared (`--shared-baseline` shares it too), as in the papers.
 
 The floor is the network alone: each call of the plan as one bare forward of as many rows as it has, each trained step as
 one bare forward and backward. `--windows` places of the schedule are timed, evenly spaced and weighted by the iterations
-nearest to each; the order is shuffled anew in every repeat, and medians are taken. Absolute times mean nothing on a shared machine.
+nearest to each; the order is shuffled anew in every repeat, and medians are taken. Absolute times mean nothing on a
+shared machine.
 """
 
 from __future__ import annotations
