@@ -1,4 +1,4 @@
-"""Train the embedded text-to-image pipeline on pictures of coloured shapes (an hour and a half of a busy CPU).
+r"""Train the embedded text-to-image pipeline on pictures of coloured shapes (an hour and a half of a busy CPU).
 
 Run from the repository root, one stage after the other; each reads what the stage before it saved:
 
@@ -7,7 +7,8 @@ Run from the repository root, one stage after the other; each reads what the sta
     python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 0
     python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 1 --wrong 0.4 --steps 7000 --rate 1.2e-3
     python scripts/make_shapes_base.py clean --out assets/shapes/pipeline --seed 10 --steps 14000 --flat 0.5 --scenes 24000
-    python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 11 --wrong 0.4 --steps 2500 --rate 1e-3 --scenes 24000
+    python scripts/make_shapes_base.py noisy --out assets/shapes/pipeline --seed 11 --wrong 0.4 --steps 2500 --rate 1e-3 \
+        --scenes 24000
 
 `vae` fits the autoencoder. `clean` teaches the transformer and both text encoders with right captions; the long second one
 is what the pipeline can do. `noisy` goes on with captions of which a part has one attribute wrong, as web captions do: the

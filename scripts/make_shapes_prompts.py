@@ -5,8 +5,8 @@
 All captions of a meaning go to the same set ("a circle left of a square" and "an image of one square right of one
 circle" mean the same). A quarter of each kind's meanings is held out, a tenth serves to choose settings, the rest is
 for training; where a kind has captions with and without colours, each part is split by itself. Single objects have only
-three meanings: there the captions of each meaning are shared out instead. In all three, the kinds that the base
-is between failing and passing come more often than those that it hardly knows (position, color_attr).
+three meanings: there the captions of each meaning are shared out instead. In all three, position and color_attr come
+less often than the other kinds.
 """
 
 from __future__ import annotations
