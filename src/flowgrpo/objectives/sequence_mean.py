@@ -22,7 +22,7 @@ class SequenceMean(ClippedRatio):
     A sample is held back or not as a whole. At ratio 1 the gradient is that of `ClippedRatio`, and for a window of one step
     all of it is. The graphs of all steps are held at once.
 
-    Source: the length-normalised ratio of GSPO (2507.18071); window steps in the place of tokens are ours.
+    Source: the length-normalised ratio of GSPO, from memory; window steps in the place of tokens are ours.
     """
 
     scope: ClassVar[Literal["trajectory"]] = "trajectory"
