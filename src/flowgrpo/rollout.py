@@ -155,11 +155,10 @@ def rollout(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Nois
 
 
 def segments(rows: Sequence[Row], dynamics: Dynamics, within: GroupNoise) -> Iterator[int]:
-    """0, the steps before which samples part, and the number of steps."""
-    counts = [len({node_of(row, step, within, dynamics.window) for row in rows}) for step in range(dynamics.grid.num_steps)]
-    yield 0
-    yield from (step for step in range(1, len(counts)) if counts[step] != counts[step - 1])
-    yield len(counts)
+    """0, the steps before which a row parts from others of its group, asked for here or not, and the number of steps."""
+    n, window = dynamics.grid.num_steps, dynamics.window
+    nodes = [[node_of(row, step, within, window) for row in rows] for step in range(n)]
+    yield from (0, *(step for step in range(1, n) if nodes[step] != nodes[step - 1]), n)
 
 
 def node_of(row: Row, step: int, within: GroupNoise, window: range) -> Row:
