@@ -40,6 +40,8 @@ def test_every_recipe_is_read_and_its_slots_are_filled(path):
         ("group_size=four", r"group_size: .*integer.*got 'four'"),
         ("rewards.0.wieght=1", r"rewards.0.wieght: unknown setting.*'weight'"),
         ("rewards.7.weight=1", r"override rewards.7.weight: '7' must be a position below 2"),
+        ("sampler.window={use: random", "override sampler.window: .* is not valid YAML"),
+        ("sampler.num_steps.x=3", "'num_steps' is .* and has no parts"),
         ("sampler.window='[0,7]'", r"sampler.window.use: unknown name '\[0,7\]'.*all, .*frozen, .*progressive, random"),
         ("sampler.window=[0,7]", r"sampler.window"),
         ("sampler.window.sise=3", r"sampler.window.sise: unknown setting \(did you mean 'size'\?\)"),
@@ -55,6 +57,7 @@ def test_every_recipe_is_read_and_its_slots_are_filled(path):
         ("sampler.schedule={use: explicit, levels: [1, 0.5, 0]}", r"levels has 3 levels.*needs 5"),
         ("nonsense", r"an override must look like key=value"),
         ("name=a/b", r"name: .*pattern"),
+        ("name=..", r"name: .*pattern"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_path_and_the_remedy(file, override, message):

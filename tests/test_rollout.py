@@ -10,7 +10,7 @@ from flowgrpo.group_noise import Distinct, Shared, Tree
 from flowgrpo.policy import Conditions, Policy
 from flowgrpo.rollout import Dynamics, Noise, Row, replay, rollout
 from flowgrpo.schedule import Explicit, Pipeline, Shifted
-from flowgrpo.solvers import Euler
+from flowgrpo.solvers import Euler, Heun
 from flowgrpo.transitions import TRANSITIONS, Cps, FlowSde
 from tests.tiny_pipelines import CALLS, build
 
@@ -169,3 +169,24 @@ def test_levels_are_the_pipelines_own_or_those_that_were_asked_for():
 def test_a_larger_picture_has_its_own_levels_where_the_shift_depends_on_the_size():
     small, large = policy_of("flux"), Policy(build("flux"), Conditions(height=64, width=64, call=EXTRA["flux"]))
     assert small.grid(5, Pipeline()).sigmas != large.grid(5, Pipeline()).sigmas
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan_euler", "wan"])
+def test_heun_runs_before_and_behind_the_window_on_pipelines_that_look_up_levels(name):
+    policy = policy_of(name)
+    dynamics = Dynamics(policy.grid(5, Pipeline()), range(2, 3), FlowSde(0.3), Heun(), Heun())
+    trajectory = rollout(policy, ROWS[:2], dynamics, Noise(0, 0, Shared()), 2)
+    assert trajectory.x0.isfinite().all()
+    assert trajectory.calls == 4 + 2 * (1 + 2 + 1)
+
+
+@pytest.mark.parametrize("rows", [[1], [3, 4], [2, 3], [5, 0]])
+def test_part_of_a_group_is_that_part_of_the_whole(rows):
+    policy = policy_of("sd3")
+    rows_of = [Row(prompt, sample) for prompt in PROMPTS for sample in range(4)]
+    for within, window in ((Shared(), range(2, 4)), (Tree([1, 3]), range(0, 4))):
+        dynamics = dynamics_of(policy, window)
+        whole = rollout(policy, rows_of, dynamics, Noise(0, 3, within), 8)
+        part = rollout(policy, [rows_of[i] for i in rows], dynamics, Noise(0, 3, within), 8)
+        torch.testing.assert_close(part.x0, whole.x0[rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close(part.log_probs, whole.log_probs[rows], rtol=0, atol=1e-5)

@@ -98,3 +98,37 @@ def test_a_resumed_run_has_the_windows_of_the_straight_one(tmp_path):
     assert second.parts.choices.window.state_dict() == straight.parts.choices.window.state_dict()
     for name, p in straight.parts.trained.items():
         assert torch.equal(p, second.parts.trained[name])
+
+
+def test_an_iteration_given_up_after_its_probe_leaves_the_window_as_it_was(tmp_path):
+    def trainer(name):
+        return Trainer(build(config(tmp_path, name=name, **CHANGES)), Metrics(tmp_path / f"{name}.jsonl"))
+
+    straight = trainer("straight")
+    straight.run(4)
+    first = trainer("stopped")
+    first.run(2)
+    first.parts.choices.window.observe = _stopping(first)
+    assert first.run(4) is False
+    second = trainer("stopped")
+    second.resume(tmp_path / "runs" / "stopped" / "checkpoints" / "it000002")
+    second.run(4)
+    assert second.parts.choices.window.state_dict() == straight.parts.choices.window.state_dict()
+    for name, p in straight.parts.trained.items():
+        assert torch.equal(p, second.parts.trained[name])
+
+
+def _stopping(trainer):
+    """The window's own `observe`, after which the run is asked to stop."""
+    own = trainer.parts.choices.window.observe
+
+    def observe(variances):
+        own(variances)
+        trainer.stop_asked = True
+
+    return observe
+
+
+def test_more_probe_prompts_than_an_iteration_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"probe_prompts=3 must be at most prompts_per_iteration=2"):
+        build(config(tmp_path, sampler__window={"use": "variance", "size": 1, "probe_prompts": 3}))

@@ -168,6 +168,14 @@ def _check_together(config: RunConfig, choices: Choices) -> None:
         )
     if isinstance(choices.group_noise, Tree) and isinstance(choices.window, Variance):
         raise ValueError("sampler.group_noise: a tree needs a window that holds its splits, the variance window moves; use all")
+    probed = getattr(choices.window, "probe_prompts", 1)
+    if probed > config.prompts_per_iteration:
+        raise ValueError(
+            f"sampler.window.probe_prompts={probed} must be at most prompts_per_iteration={config.prompts_per_iteration}, "
+            "from whose prompts it takes; change one"
+        )
+    if config.sampler.negative_prompt and config.sampler.guidance_scale <= 1:
+        raise ValueError("sampler.negative_prompt cannot take effect at sampler.guidance_scale=1; raise that, or leave it out")
     tail = config.sampler.tail
     if tail is not None and tail.num_steps is not None and tail.rate is not None:
         raise ValueError("sampler.tail takes num_steps or rate, not both; remove one")
@@ -212,6 +220,8 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     reference = Reference(policy.networks, trained, config.model.train) if choices.objective.needs_reference else None
     ema = Ema(trained, config.ema.decay) if config.ema.decay is not None else None
     grid = policy.grid(config.sampler.num_steps, choices.schedule)
+    if grid.scales is not None and (tail := config.sampler.tail) is not None and (tail.num_steps or tail.rate):
+        raise ValueError("sampler.tail: this model has discrete levels of its own, leave num_steps and rate out")
     return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, scorer,
                  optimizer, ema, grid)  # fmt: skip
 

@@ -168,7 +168,7 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """Everything a run needs."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(description="Name of the run and of its folder.")
+    name: Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$")] = Field(description="Name of the run and of its folder.")
     output_dir: str = Field(default="runs", description="Where run folders are made.")
     seed: int = Field(default=0, description="Seed of prompts, noise and windows.")
     iterations: Positive = Field(description="Rollouts, each with its updates.")
@@ -269,13 +269,18 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise ValueError(f"an override must look like key=value (sampler.num_steps=10), got {override!r}")
-    value = _resolve_paths(yaml.load(text, _StrictLoader), Path.cwd())
+    try:
+        value = _resolve_paths(yaml.load(text, _StrictLoader), Path.cwd())
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"override {name}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from error
     *parents, last = name.split(".")
     here: Any = raw
     for part in parents:
         here = _child(here, part, name)
         if isinstance(here, str):
             raise ValueError(f"override {name}: {part!r} is {here!r}; give it as a mapping, {part}={{use: {here}, ...}}")
+        if not isinstance(here, dict | list):
+            raise ValueError(f"override {name}: {part!r} is {here!r} and has no parts; give it as a mapping, {part}={{...}}")
     if isinstance(here, list):
         _child(here, last, name)
         here[int(last)] = value
@@ -288,7 +293,10 @@ def _child(here: Any, part: str, name: str) -> Any:
         if not part.isdigit() or int(part) >= len(here):
             raise ValueError(f"override {name}: {part!r} must be a position below {len(here)}")
         return here[int(part)]
-    return here.setdefault(part, {}) if isinstance(here, dict) else here
+    if isinstance(here, dict):
+        here[part] = {} if here.get(part) is None else here[part]
+        return here[part]
+    return here
 
 
 def _explain(error: Any) -> str:

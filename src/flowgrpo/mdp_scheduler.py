@@ -51,10 +51,14 @@ class Plan:
         return 1 if solver is None else solver.calls(self.grid.sigmas, step)
 
     @property
+    def levels(self) -> list[int]:
+        """The level that each network call is made at, by index."""
+        return [step + (call > 0) for step in range(self.first, self.last) for call in range(self.calls(step))]
+
+    @property
     def timesteps(self) -> Tensor:
         """What the network is given at each of its calls."""
-        steps = [step + (call > 0) for step in range(self.first, self.last) for call in range(self.calls(step))]
-        return self.grid.timesteps[steps]
+        return self.grid.timesteps[self.levels]
 
     def advance(
         self, step: int, predictions: Sequence[Prediction], previous: Prediction | None
@@ -108,7 +112,8 @@ class MDPScheduler:
                       mu: float | None = None, timesteps: Any = None, **_: Any) -> None:  # fmt: skip
         """Lay out the plan's levels; what the pipeline asks for is already in them."""
         plan = self.plan
-        self.sigmas = torch.tensor(plan.grid.sigmas[plan.first : plan.last + 1], dtype=torch.float32)
+        levels = [*plan.levels, plan.last]  # one a call, and the end: some pipelines look a call's level up by its number
+        self.sigmas = torch.tensor([plan.grid.sigmas[level] for level in levels], dtype=torch.float32)
         self.timesteps = plan.timesteps.to(device)
         self.num_inference_steps = len(self.timesteps)
         self._position, self._step_index, self._begin_index = plan.first, None, None

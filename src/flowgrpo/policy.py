@@ -153,7 +153,8 @@ class Policy:
 
     def _check_conditions(self) -> None:
         parameters = inspect.signature(self._call).parameters
-        taken = {"prompt", "num_inference_steps", "generator", "output_type", "latents", self._copies, self._guidance}
+        taken = {"prompt", "negative_prompt", "num_inference_steps", "generator", "output_type", "latents", "height", "width",
+                 "num_frames", "timesteps", "sigmas", "eta", self._copies, self._guidance}  # fmt: skip
         for name in self.conditions.call:
             if name in taken or name not in parameters:
                 known = sorted(set(parameters) - taken - {"self"})

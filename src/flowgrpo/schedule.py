@@ -135,6 +135,10 @@ class Shifted:
 
     shift: float = 3.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.shift < float("inf"):
+            raise ValueError(f"schedule.shift must be a number above 0, got {self.shift}")
+
     def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
         """n + 1 levels."""
         return shifted_sigmas(num_steps, self.shift)

@@ -42,13 +42,16 @@ class Trainer:
     def run(self, until: int, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> bool:
         """Iterate up to `until`, saving on the way. Returns False when it was stopped early, after saving."""
         while self.next_iteration < until:
+            window = self.parts.choices.window
+            before = window.state_dict() if isinstance(window, ProbingWindow) else {}
             try:
                 values = self.iteration(self.next_iteration)
-            except Interrupted:
+            except (Interrupted, RewardError) as stop:  # the iteration has not learnt anything yet, and will begin anew
+                if isinstance(window, ProbingWindow):
+                    window.load_state_dict(before)
                 self.save()
-                return False
-            except RewardError:
-                self.save()  # the iteration has not learnt anything yet
+                if isinstance(stop, Interrupted):
+                    return False
                 raise
             self.next_iteration += 1
             after(self.next_iteration - 1, values)
@@ -79,7 +82,10 @@ class Trainer:
         """This process's share of the iteration's samples."""
         parts, moment = self.parts, when(self.config, k)
         parts.policy.forget()
-        self.metrics.add("calls/probe", probe(parts, moment, self._check_stop))
+        self._check_stop()
+        alone = parts.accelerator.num_processes == 1  # others may have another number of batches: they agree here only
+        between = self._check_stop if alone else lambda: None
+        self.metrics.add("calls/probe", probe(parts, moment, between))
         prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
         rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
         accelerator = parts.accelerator
@@ -87,7 +93,7 @@ class Trainer:
         dynamics = parts.dynamics(parts.choices.window.at(moment))
         noise = Noise(self.config.seed, k, parts.choices.group_noise)
         size = self.config.sampler.batch_size
-        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, self._check_stop)
+        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between)
 
     def advantages(self, scores: Scores, trajectory: Trajectory) -> Tensor:
         """Advantages (b, w) of this process's samples at each window step, from the statistics of whole groups.
