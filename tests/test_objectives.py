@@ -318,7 +318,7 @@ def test_an_objective_that_keeps_its_density_to_itself_is_refused():
         (TrajectoryRatio, {"clip": "none", "reduce": "sum"}, "clip must be upper with reduce=sum"),
         (Dppo, {"threshold": 0.0}, "threshold must be above 0"),
         (Dppo, {"reduce": "sum"}, "threshold must be given with reduce=sum"),
-        *((factory, {"kl": -1.0}, "kl must be at least 0") for factory in OBJECTIVES.values()),
+        *((factory, {"kl": kl}, "kl must be at least 0") for factory in OBJECTIVES.values() for kl in (-1.0, float("nan"))),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_or_without_effect_are_refused(factory, bad, words):

@@ -26,8 +26,8 @@ class Forward:
 
     def check_kl(self) -> None:
         """Raise ValueError for a weight below 0."""
-        if self.kl < 0:
-            raise ValueError(f"objective.kl must be at least 0, got {self.kl}")
+        if not 0 <= self.kl < float("inf"):
+            raise ValueError(f"objective.kl must be at least 0 and finite, got {self.kl}")
 
     @property
     def needs_reference(self) -> bool:

@@ -106,7 +106,7 @@ class Regularised:
     def check_kl(self) -> None:
         """Raise ValueError for a weight below 0."""
         if not 0 <= self.kl < float("inf"):
-            raise ValueError(f"objective.kl must be a number from 0 on, got {self.kl}")
+            raise ValueError(f"objective.kl must be at least 0 and finite, got {self.kl}")
 
     @property
     def needs_reference(self) -> bool:
