@@ -266,11 +266,14 @@ class Precise:
     def coefficients(self, sigmas: Sequence[float], step: int) -> Coefficients:
         """(a, b, std) of the step."""
         sigma, sigma_next = sigmas[step], sigmas[step + 1]
+        if sigma_next == 0:
+            return Coefficients(1.0, 0.0, 0.0)
         if at_one(sigmas, step):
-            rho = (sigma_next / sigma) ** (self.noise_level**2 / (2 * (1 - sigma_next)))
+            log_rho = self.noise_level**2 / (2 * (1 - sigma_next)) * math.log(sigma_next / sigma)
         else:
-            rho = noise_kept(sigma, sigma_next) ** (self.noise_level**2 / 2)
-        return Coefficients(1 - sigma_next, sigma_next * rho, sigma_next * math.sqrt((1 - rho) * (1 + rho)))
+            log_rho = self.noise_level**2 / 2 * math.log(noise_kept(sigma, sigma_next))
+        std = sigma_next * math.sqrt(-math.expm1(2 * log_rho))  # 1 - rho^2 would lose its digits at small noise levels
+        return Coefficients(1 - sigma_next, sigma_next * math.exp(log_rho), std)
 
 
 @dataclass(frozen=True)
