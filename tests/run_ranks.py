@@ -1,5 +1,6 @@
 """Run by several processes at once: two iterations of the toy run, whose outcome the main process writes."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from flowgrpo.trainer import Trainer
 from tests.toys import config
 
 
-def main(folder: Path, out: Path) -> None:
+def main(folder: Path, out: Path, changes: str) -> None:
     accelerator = Accelerator(cpu=True)
-    parts = build(config(folder, optimizer__updates_per_iteration=1), accelerator)
+    parts = build(config(folder, optimizer__updates_per_iteration=1, **json.loads(changes)), accelerator)
     trainer = Trainer(parts, Metrics(out / "metrics.jsonl"))
     seen: list[Trajectory] = []
     trainer.on_samples = lambda k, trajectory, scores: seen.append(trajectory)
@@ -29,4 +30,4 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,6 +1,7 @@
 """The loop: resumed equals straight, accumulation equals one batch, many processes equal one, memory stays flat."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -149,44 +150,45 @@ def test_the_toy_reward_rises(folder):
     assert red_in_plain_inference() > before + 0.008
 
 
-def test_two_processes_make_the_samples_and_the_update_of_one(folder, tmp_path):
+ALONE = {"group_size": 2, "prompts_per_iteration": 1}  # a process of two has one sample, whose siblings are elsewhere
+CUT = {"group_size": 6, "sampler__batch_size": 1}  # of three processes the middle one has two prompts, the others one
+LATE = {"sampler__window": {"use": "frozen", "size": 2, "start": 1}}
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {**ALONE, **LATE}), (3, {**CUT, **LATE})])
+def test_several_processes_make_the_samples_and_the_update_of_one(folder, tmp_path, world, changes):
     outcomes = {}
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    for world in (1, 2):
-        out = tmp_path / str(world)
+    for count in (1, world):
+        out = tmp_path / str(count)
         out.mkdir()
         launch = [
             sys.executable,
             "-m",
             "torch.distributed.run",
             "--nproc_per_node",
-            str(world),
+            str(count),
             "--master_port",
             "29731",
         ]
-        command = [*launch, str(ROOT / "tests" / "run_ranks.py"), str(folder), str(out)]
+        command = [*launch, str(ROOT / "tests" / "run_ranks.py"), str(folder), str(out), json.dumps(changes)]
         subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True, timeout=240)
         samples = {}
         for file in out.glob("samples*.safetensors"):
             samples |= load_file(file)
-        outcomes[world] = samples, load_file(out / "weights.safetensors"), read(out / "metrics.jsonl")
-    for one, two in zip(outcomes[1][:2], outcomes[2][:2], strict=True):
+        outcomes[count] = samples, load_file(out / "weights.safetensors"), read(out / "metrics.jsonl")
+    for one, two in zip(outcomes[1][:2], outcomes[world][:2], strict=True):
         assert one.keys() == two.keys()
     first = [name for name in outcomes[1][0] if name.endswith("/0")]
-    assert len(first) == 8
+    assert len(first) == changes.get("group_size", 4) * changes.get("prompts_per_iteration", 2)
     for name in first:
-        torch.testing.assert_close(outcomes[1][0][name], outcomes[2][0][name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(outcomes[1][0][name], outcomes[world][0][name], rtol=0, atol=1e-6)
     for name, weight in outcomes[1][1].items():
-        torch.testing.assert_close(outcomes[2][1][name], weight, rtol=0, atol=2e-3)
-    for name in (
-        "score/red/mean",
-        "samples",
-        "unique_prompts",
-        "calls/rollout",
-        "advantage/abs_mean",
-        "score/red/missing",
-    ):
-        assert outcomes[2][2][0][name] == pytest.approx(outcomes[1][2][0][name], abs=1e-5)
+        torch.testing.assert_close(outcomes[world][1][name], weight, rtol=0, atol=2e-3)
+    same = ["score/red/mean", "samples", "unique_prompts", "advantage/abs_mean", "score/red/missing"]
+    whole = changes == {}  # a group that is cut computes its prefix in each process
+    for name in [*same, "calls/rollout"] if whole else same:
+        assert outcomes[world][2][0][name] == pytest.approx(outcomes[1][2][0][name], abs=1e-5)
 
 
 def live_tensors():
