@@ -30,23 +30,27 @@ def ddim_scheduler(scheduler: Any) -> Any:
     return scheduler if "DDIM" in type(scheduler).__name__ else DDIMScheduler.from_config(scheduler.config)
 
 
+def as_flow(kept: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """(sigma, scale) of the flow in place of alphas_cumprod: s / (alpha + s) and alpha + s."""
+    alpha, s = kept.sqrt(), (1 - kept).sqrt()
+    return s / (alpha + s), alpha + s
+
+
 def ddim_grid(scheduler: Any, num_steps: int) -> Grid:
     """The levels that DDIM visits in this number of steps; the last one is what its config calls the final alpha."""
     ddim = ddim_scheduler(scheduler)
     ddim.set_timesteps(num_steps)
     timesteps = torch.as_tensor(ddim.timesteps).cpu()
     kept = torch.cat([ddim.alphas_cumprod[timesteps.long()], ddim.final_alpha_cumprod.reshape(1)]).double()
-    alpha, s = kept.sqrt(), (1 - kept).sqrt()
-    return Grid(tuple((s / (alpha + s)).tolist()), timesteps, tuple((alpha + s).tolist()))
+    sigmas, scales = as_flow(kept)
+    return Grid(tuple(sigmas.tolist()), timesteps, tuple(scales.tolist()))
 
 
 def ddim_level(scheduler: Any, sigma: float) -> Grid:
     """One step to 0 from the level of the table that is nearest to this one."""
-    kept = ddim_scheduler(scheduler).alphas_cumprod.double()
-    alpha, s = kept.sqrt(), (1 - kept).sqrt()
-    sigmas = s / (alpha + s)
+    sigmas, scales = as_flow(ddim_scheduler(scheduler).alphas_cumprod.double())
     number = int((sigmas - sigma).abs().argmin())
-    return Grid((float(sigmas[number]), 0.0), torch.tensor([number]), (float((alpha + s)[number]), 1.0))
+    return Grid((float(sigmas[number]), 0.0), torch.tensor([number]), (float(scales[number]), 1.0))
 
 
 def velocity(

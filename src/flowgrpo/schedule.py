@@ -49,18 +49,19 @@ class Grid:
             return self
         if self.scales is not None:
             raise ValueError("sampler.tail: this model has discrete levels of its own, leave num_steps and rate out")
-        levels, numbers = [*self.sigmas[::-1]], [0.0, *self.timesteps.double().flip(0).tolist()]
-        tail = torch.from_numpy(np.interp(sigmas[start:-1], levels, numbers))
-        kind = self.timesteps.dtype
-        tail = tail.to(kind) if kind.is_floating_point else tail.round().to(kind)
-        return Grid(sigmas, torch.cat([self.timesteps[:start], tail.to(self.timesteps.device)]))
+        return Grid(sigmas, torch.cat([self.timesteps[:start], self._numbers(sigmas[start:-1])]))
 
     def level(self, sigma: float) -> "Grid":
         """One step from this level to 0; the network's number follows the levels linearly, as behind the window."""
+        return Grid((sigma, 0.0), self._numbers([sigma]))
+
+    def _numbers(self, sigmas: Sequence[float]) -> Tensor:
+        """What the network is given at these levels: linear between those of the grid, and on above them."""
         levels, numbers = [*self.sigmas[::-1]], [0.0, *self.timesteps.double().flip(0).tolist()]
-        exact = numbers[-1] * sigma / levels[-1] if sigma > levels[-1] else float(np.interp(sigma, levels, numbers))
-        kind, number = self.timesteps.dtype, torch.tensor([exact], dtype=torch.float64, device=self.timesteps.device)
-        return Grid((sigma, 0.0), (number if kind.is_floating_point else number.round()).to(kind))
+        above = [numbers[-1] * sigma / levels[-1] for sigma in sigmas]
+        exact = torch.from_numpy(np.where(np.array(sigmas) > levels[-1], above, np.interp(sigmas, levels, numbers)))
+        kind = self.timesteps.dtype
+        return (exact if kind.is_floating_point else exact.round()).to(self.timesteps.device, kind)
 
 
 def check_sigmas(sigmas: Sequence[float]) -> None:

@@ -75,3 +75,24 @@ def check_objective(objective: Any) -> None:
         raise ValueError(f"objective: {name} must have the attributes {', '.join(SAID[family])}; it lacks {', '.join(missing)}")
     if family == "ratio" and objective.scope not in ("step", "trajectory"):
         raise ValueError(f"objective: the scope of {name} must be 'step' or 'trajectory', got {objective.scope!r}")
+
+
+@dataclass(frozen=True)
+class PullsToReference:
+    """An objective with a weighted divergence from the reference beside its own loss."""
+
+    kl: float = 0.0
+
+    def check_kl(self) -> None:
+        """Raise ValueError unless the weight is a number from 0 on."""
+        if not 0 <= self.kl < float("inf"):
+            raise ValueError(f"objective.kl must be at least 0 and finite, got {self.kl}")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference must predict too."""
+        return self.kl > 0
+
+    def add_kl(self, loss: Float[Tensor, " b"], stats: Stats, kl: Float[Tensor, " b"]) -> tuple[Float[Tensor, " b"], Stats]:
+        """The loss with the weighted divergence, which is logged before its weight."""
+        return loss + self.kl * kl, {**stats, "kl": kl.detach()}

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo.objectives.contract import ForwardBatch, Stats
+from flowgrpo.objectives.contract import ForwardBatch, PullsToReference, Stats
 from flowgrpo.transitions import Prediction, reduce_coordinates
 
 
@@ -16,27 +16,14 @@ def matching_error(prediction: Prediction, batch: ForwardBatch) -> Float[Tensor,
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(PullsToReference):
     """A pull to the reference, kl times the mean over coordinates of (v - v_ref)^2."""
 
     family: ClassVar[Literal["forward"]] = "forward"
     needs_old: ClassVar[bool] = True
 
-    kl: float = 0.0
-
-    def check_kl(self) -> None:
-        """Raise ValueError for a weight below 0."""
-        if not 0 <= self.kl < float("inf"):
-            raise ValueError(f"objective.kl must be at least 0 and finite, got {self.kl}")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the reference must predict too."""
-        return self.kl > 0
-
     def with_kl(self, loss: Float[Tensor, " b"], stats: Stats, batch: ForwardBatch) -> tuple[Float[Tensor, " b"], Stats]:
         """The loss with the weighted pull, which is logged before its weight; without a reference as they are."""
         if batch.reference is None:
             return loss, stats
-        kl = reduce_coordinates((batch.new.v - batch.reference.v) ** 2, "mean")
-        return loss + self.kl * kl, {**stats, "kl": kl.detach()}
+        return self.add_kl(loss, stats, reduce_coordinates((batch.new.v - batch.reference.v) ** 2, "mean"))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo.objectives.contract import Stats
+from flowgrpo.objectives.contract import PullsToReference, Stats
 from flowgrpo.transitions import Density, Gaussian, Prediction, Reduce, reduce_coordinates
 
 SIDES = {"both": ("clip_low", "clip_high"), "upper": ("clip_high",), "none": ()}
@@ -85,7 +85,7 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class Regularised:
+class Regularised(PullsToReference):
     """KL to the reference at window steps, in the form and reduction that the objective asks for.
 
         "latent"      ||mean - mean_ref||^2 / (2 std^2), the true KL of the two laws: the step size is in std
@@ -98,20 +98,9 @@ class Regularised:
     scope: ClassVar[Literal["step", "trajectory"]] = "step"
     needs_old_means: ClassVar[bool] = False
 
-    kl: float = 0.0
     kl_form: Literal["latent", "velocity"] = "latent"
     reduce: Reduce = "mean"
     density: Density = "exact"
-
-    def check_kl(self) -> None:
-        """Raise ValueError for a weight below 0."""
-        if not 0 <= self.kl < float("inf"):
-            raise ValueError(f"objective.kl must be at least 0 and finite, got {self.kl}")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a step must also be scored by the reference."""
-        return self.kl > 0
 
     def divergence(
         self, law: Gaussian, prediction: Prediction, reference_law: Gaussian, reference_prediction: Prediction
@@ -125,4 +114,4 @@ class Regularised:
         self, loss: Float[Tensor, " b"], stats: Stats, kl: Float[Tensor, " b"] | None
     ) -> tuple[Float[Tensor, " b"], Stats]:
         """The loss with the weighted KL, which is logged before its weight; without one as they are."""
-        return (loss, stats) if kl is None else (loss + self.kl * kl, {**stats, "kl": kl.detach()})
+        return (loss, stats) if kl is None else self.add_kl(loss, stats, kl)
