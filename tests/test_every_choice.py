@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flowgrpo.build import build
+from flowgrpo.credit import credit
 from flowgrpo.group_noise import GROUP_NOISES, Tree
 from flowgrpo.levels import LEVELS
 from flowgrpo.losses import Losses
@@ -20,7 +21,9 @@ from tests.toys import config
 SIZED = {"progressive", "linear_decay", "exponential_decay", "coverage", "random", "frozen", "variance"}
 TREE = {"use": "tree", "splits": [0, 1]}
 ODE = {"sampler__window": "none", "sampler__group_noise": "distinct"}
+RULES = ({"use": "average"}, {"use": "reset", "every": 1})
 CLIPS = ({"clip_low": 1e-2}, {"clip": "upper"}, {"clip": "none", "soft": 1.0})
+GROUPS = {"optimizer__micro_batch_size": 4}  # for what compares the samples of a group
 FORWARD = [name for name, factory in OBJECTIVES.items() if factory.family == "forward"]
 CHOICES = [
     *({"sampler__window": {"use": name, **({"size": 2} if name in SIZED else {})}} for name in [*WINDOWS, "variance"]),
@@ -31,9 +34,14 @@ CHOICES = [
     *({"step_weights": {"use": name, "budget_neutral": neutral}} for name in STEP_WEIGHTS for neutral in (True, False)),
     {"sampler__solver": "heun"},
     {"sampler__transition": "cps", "objective": {"use": "clipped_ratio", "density": "unit"}},
-    *({"objective": name} for name in OBJECTIVES),
+    *({"objective": name, **GROUPS} for name in OBJECTIVES),
     *({"objective": {"use": "clipped_ratio", **clip}} for clip in CLIPS),
-    *({"objective": name, **ODE} for name in FORWARD),
+    *({"objective": name, **ODE, **GROUPS} for name in FORWARD),
+    *({"objective": {"use": name, "kl": 0.1}, "reference": rule, **GROUPS} for name in OBJECTIVES for rule in RULES),
+    *({"objective": {"use": name, "kl": 0.1, "kl_gate": 0.25, "kl_from": 0.5}, **GROUPS} for name in OBJECTIVES),
+    *({"objective": {"use": name, "old_decay": 0.5}, **ODE, **GROUPS} for name in FORWARD if OBJECTIVES[name].needs_old),
+    *({"objective": name, "samples": "extremes", **GROUPS} for name in OBJECTIVES),
+    *({"objective": {"use": name, "stop_negatives": 0.5}} for name in ("clipped_ratio", "guard", "dppo")),
     *({"objective": "awm", "levels": {"use": name, "count": 2}, **ODE} for name in LEVELS),
     {"objective": {"use": "nft", "adaptive": False, "kl": 0.1}, "sampler__group_noise": TREE, "sampler__window": "all"},
 ]
@@ -52,7 +60,8 @@ def test_every_choice_trains_with_ratio_one_and_finite_numbers(tmp_path, choice)
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_in_the_only_update_of_an_iteration_every_ratio_is_one_and_nothing_is_held_back(tmp_path, name):
-    settings = config(tmp_path, objective=name, optimizer__updates_per_iteration=1, sampler__group_noise="distinct")
+    changes = {"optimizer__updates_per_iteration": 1, "sampler__group_noise": "distinct", **GROUPS}
+    settings = config(tmp_path, objective=name, **changes)
     trainer = Trainer(build(settings), Metrics(tmp_path / "metrics.jsonl"))
     for k in range(2):
         values = trainer.iteration(k)
@@ -92,7 +101,7 @@ def test_advantages_of_a_tree_are_those_of_its_nodes_at_each_step(tmp_path):
     trainer = Trainer(parts, Metrics(tmp_path / "metrics.jsonl"))
     trajectory = trainer.rollout(0)
     scores = parts.scorer(trajectory.media, trajectory.prompts)
-    ours = trainer.advantages(scores, trajectory)
+    ours = credit(parts, scores, trajectory, trainer.metrics).advantages
     red = scores.values[:, 0].view(2, 4)
     nodes = red.view(2, 2, 2).mean(2)
     z = (nodes - nodes.mean(1, keepdim=True)) / (nodes - nodes.mean(1, keepdim=True)).abs()  # two nodes: one up, one down

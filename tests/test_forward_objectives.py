@@ -1,6 +1,7 @@
 """Objectives of the forward family: against the formulas written out, and where the best mean of a Gaussian lies."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,13 @@ from flowgrpo.objectives import OBJECTIVES, ForwardBatch
 from flowgrpo.objectives.awm import Awm
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
 from flowgrpo.objectives.contract import StepBatch
+from flowgrpo.objectives.crd import Crd
+from flowgrpo.objectives.dgpo import Dgpo
+from flowgrpo.objectives.dpo import Dpo
 from flowgrpo.objectives.nft import Nft
 from flowgrpo.objectives.rwr import Rwr
+from flowgrpo.objectives.sft import Sft
+from flowgrpo.objectives.vgrpo import VGrpo
 from flowgrpo.transitions import FlowSde, Gaussian, Prediction, law
 from tests.gaussian_flow import GaussianFlow
 
@@ -18,19 +24,27 @@ FORWARD = {name: factory for name, factory in OBJECTIVES.items() if factory.fami
 SIGMA = 0.6
 
 
-def noised(x0, eps, sigma, v, advantage, old=None, reference=None):
+def noised(x0, eps, sigma, v, advantage, old=None, reference=None, groups=None):
     """A batch with x where it belongs."""
     x = (1 - sigma) * x0 + sigma * eps
     held = [None if value is None else Prediction(x, value, sigma) for value in (old, reference)]
-    return ForwardBatch(x0, eps, advantage, Prediction(x, v, sigma), *held)
+    groups = torch.arange(len(x0)) // 5 if groups is None else groups
+    return ForwardBatch(x0, eps, advantage, Prediction(x, v, sigma), *held, groups)
+
+
+def told(objective, batch):
+    """An objective's answer to a batch, the only level of its samples."""
+    return objective([batch] if objective.scope == "sample" else batch)
 
 
 def random_batch(rows=30, seed=0):
-    """Predictions that have moved a little, and a reference."""
+    """Predictions that have moved a little, and a reference; groups of 5, in two of which several are best or worst alike."""
     generator = torch.Generator().manual_seed(seed)
     x0, eps, old, step, reference = (torch.randn(rows, 2, 3, generator=generator, dtype=torch.float64) for _ in range(5))
-    v = (old + 0.2 * step).requires_grad_()
-    return v, noised(x0, eps, SIGMA, v, torch.randn(rows, generator=generator, dtype=torch.float64), old, reference)
+    v, advantage = (old + 0.2 * step).requires_grad_(), torch.randn(rows, generator=generator, dtype=torch.float64)
+    advantage[:5] = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
+    advantage[5:10] = 0.0
+    return v, noised(x0, eps, SIGMA, v, advantage, old, reference)
 
 
 def square(a, b):
@@ -63,9 +77,20 @@ def slow_nft(beta, most, adaptive):
     return one
 
 
-def slow_rwr(temperature, least):
+def slow_huber(power, offset):
     def one(x0, eps, v, old, a):
-        return math.exp(a / temperature) * square(v, eps - x0) * (1 if a >= least else 0)
+        e, e_old = square(v, eps - x0), square(old, eps - x0)
+        rho = torch.exp(-(SIGMA / power) * ((e + offset) ** power - (e_old + offset) ** power))
+        if (a > 0 and rho > 1.1) or (a < 0 and rho < 0.9):
+            return 0 * rho - (1.1 if a > 0 else 0.9) * a
+        return -rho * a
+
+    return one
+
+
+def slow_rwr(temperature):
+    def one(x0, eps, v, old, a):
+        return math.exp(a / temperature) * square(v, eps - x0)
 
     return one
 
@@ -74,10 +99,11 @@ FORMULAS = {
     "awm": (Awm(clip_range=0.1), slow_awm(1)),
     "awm t": (Awm(clip_range=0.1, weighting="t"), slow_awm(SIGMA)),
     "awm t2": (Awm(clip_range=0.1, weighting="t2"), slow_awm(SIGMA**2)),
+    "awm huber": (Awm(clip_range=0.1, weighting="huber", offset=0.01), slow_huber(0.5, 0.01)),
+    "awm generalised huber": (Awm(clip_range=0.1, weighting="huber", power=0.25, offset=0.3), slow_huber(0.25, 0.3)),
     "nft": (Nft(beta=0.4, most=1.5, adaptive=False), slow_nft(0.4, 1.5, False)),
     "nft adaptive": (Nft(beta=0.4), slow_nft(0.4, 1.0, True)),
-    "rwr": (Rwr(temperature=0.7), slow_rwr(0.7, -math.inf)),
-    "best": (Rwr(temperature=math.inf, least=0.5), slow_rwr(math.inf, 0.5)),
+    "rwr": (Rwr(temperature=0.7), slow_rwr(0.7)),
 }
 
 
@@ -85,7 +111,7 @@ FORMULAS = {
 def test_values_and_gradients_are_those_of_the_formula_sample_by_sample(name):
     objective, formula = FORMULAS[name]
     v, batch = random_batch()
-    ours, stats = objective(ForwardBatch(batch.x0, batch.eps, batch.advantage, batch.new, batch.old))
+    ours, stats = objective(replace(batch, reference=None))
     rows = zip(batch.x0, batch.eps, v, batch.old.v, batch.advantage, strict=True)
     expected = torch.stack([formula(*row) for row in rows])
     torch.testing.assert_close(ours, expected)
@@ -93,15 +119,106 @@ def test_values_and_gradients_are_those_of_the_formula_sample_by_sample(name):
     assert not any(value.requires_grad for value in stats.values())
 
 
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def slow_dgpo(a, e, e_old, e_ref):
+    return -torch.log(sigmoid(sum(a[i] * 3 * (e_ref[i] - e[i]) for i in range(5)) / 5))
+
+
+def slow_dpo(a, e, e_old, e_ref):
+    if max(a) == min(a):
+        return 0 * e.sum()
+    best, worst = ([i for i in range(5) if a[i] == end] for end in (max(a), min(a)))
+    u = 3 * (e_ref - e)
+    return -torch.log(sigmoid(sum(u[i] for i in best) / len(best) - sum(u[i] for i in worst) / len(worst)))
+
+
+def slow_crd(form):
+    def one(a, e, e_old, e_ref):
+        u = [3 * (e_old[i] - e[i]) for i in range(5)]
+        total = 0.0
+        for i in range(5):
+            mine, wanted = u[i] - sum(u) / 5, a[i] - sum(a) / 5
+            if form == "mse":
+                total = total + (mine - wanted) ** 2
+            else:
+                total = total - sigmoid(wanted) * torch.log(sigmoid(mine)) - (1 - sigmoid(wanted)) * torch.log(sigmoid(-mine))
+        return total / 5
+
+    return one
+
+
+def slow_sft(a, e, e_old, e_ref):
+    best = [i for i in range(5) if a[i] == max(a)]
+    return 0 * e.sum() if max(a) == min(a) else sum(e[i] for i in best) / len(best)
+
+
+GROUPWISE = {
+    "dgpo": (Dgpo(beta=3.0), slow_dgpo),
+    "dpo": (Dpo(beta=3.0), slow_dpo),
+    "crd mse": (Crd(beta=3.0), slow_crd("mse")),
+    "crd bce": (Crd(beta=3.0, form="bce"), slow_crd("bce")),
+    "sft": (Sft(), slow_sft),
+}
+
+
+@pytest.mark.parametrize("name", GROUPWISE)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_mean_over_a_group_is_the_formula_of_the_group_wherever_its_rows_lie(name, mixed):
+    objective, formula = GROUPWISE[name]
+    v, batch = random_batch()
+    if mixed:
+        batch = replace(batch, groups=torch.arange(30) % 6)
+    ours, stats = objective(batch)
+    predictions = (v, batch.old.v, batch.reference.v)
+    errors = [torch.stack([square(one, y) for one, y in zip(p, batch.eps - batch.x0, strict=True)]) for p in predictions]
+    of_groups = [[values[batch.groups == g] for values in (batch.advantage, *errors)] for g in range(6)]
+    expected = torch.stack([formula(*one) for one in of_groups])
+    torch.testing.assert_close(torch.stack([ours[batch.groups == g].mean() for g in range(6)]), expected)
+    gradients = [torch.autograd.grad(loss.sum(), v, retain_graph=True)[0] for loss in (ours / 5, expected)]
+    torch.testing.assert_close(*gradients)
+    assert not any(value.requires_grad for value in stats.values())
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_vgrpo_has_one_ratio_from_the_mean_error_over_levels(levels):
+    batches = [random_batch(seed=seed) for seed in range(levels)]
+    advantage, velocities = batches[0][1].advantage, [v for v, _ in batches]
+    objective = VGrpo(clip_range=0.01, soft=0.7)
+    ours, stats = objective([replace(batch, advantage=advantage, reference=None) for _, batch in batches])
+
+    def error(x0, eps, v):
+        missed = ((1 - SIGMA) * x0 + SIGMA * eps - SIGMA * v) - x0
+        return (missed**2).mean() / float(missed.detach().abs().mean())
+
+    expected = []
+    for i, a in enumerate(0.7 * torch.tanh(advantage / 0.7)):
+        likelihoods = [-sum(error(b.x0[i], b.eps[i], p[i]) for (_, b), p in zip(batches, some, strict=True)) / levels
+                       for some in (velocities, [b.old.v for _, b in batches])]  # fmt: skip
+        rho = torch.exp(likelihoods[0] - likelihoods[1])
+        held = (a > 0 and rho > 1.01) or (a < 0 and rho < 0.99)
+        expected.append(0 * rho - (1.01 if a > 0 else 0.99) * a if held else -rho * a)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(ours, expected)
+    for one, wanted in zip(*(torch.autograd.grad(loss.sum(), velocities) for loss in (ours, expected)), strict=True):
+        torch.testing.assert_close(one, wanted)
+    assert 0 < (stats["clip_fraction/high"] + stats["clip_fraction/low"]).mean() < 1
+
+
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_pull_to_the_reference_is_the_squared_difference_of_velocities(name):
     v, batch = random_batch()
-    (plain, _), (pulled, stats) = FORWARD[name]()(batch), FORWARD[name](kl=0.3)(batch)
+    (plain, _), (pulled, stats) = (told(FORWARD[name](kl=kl), batch) for kl in (0.0, 0.3))
     distances = torch.stack([square(a, b) for a, b in zip(v, batch.reference.v, strict=True)])
     torch.testing.assert_close(pulled - plain, 0.3 * distances)
     torch.testing.assert_close(stats["kl"], distances.detach())
+    half, logged = told(FORWARD[name](kl=0.3), replace(batch, pull=(torch.arange(30) % 2).double()))
+    torch.testing.assert_close(half - plain, 0.3 * distances * (torch.arange(30) % 2))
+    torch.testing.assert_close(logged["kl"], distances.detach())
     assert FORWARD[name](kl=0.3).needs_reference
-    assert not FORWARD[name]().needs_reference
+    assert FORWARD[name]().needs_reference is (name in ("dgpo", "dpo"))
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -110,7 +227,8 @@ def test_two_samples_move_towards_the_better_one(name):
     v = torch.zeros((), dtype=torch.float64, requires_grad=True)
     x0, advantage = torch.tensor([[-1.0], [1.5]], dtype=torch.float64), torch.tensor([-1.0, 1.0], dtype=torch.float64)
     both = v.expand(2, 1)
-    loss, _ = FORWARD[name]()(noised(x0, torch.zeros_like(x0), SIGMA, both, advantage, both.detach()))
+    still, groups = both.detach(), torch.zeros(2, dtype=torch.long)
+    loss, _ = told(FORWARD[name](), noised(x0, torch.zeros_like(x0), SIGMA, both, advantage, still, still, groups))
     loss.sum().backward()
     assert v.grad > 0
 
@@ -127,7 +245,8 @@ class Shifted:
 
     def gradient(self, objective, d, advantage):
         shift = torch.tensor(d, dtype=torch.float64, requires_grad=True)
-        loss, _ = objective(noised(self.x0, self.eps, SIGMA, self.v + shift, advantage, self.v))
+        groups = torch.arange(len(self.x0)) // 8
+        loss, _ = told(objective, noised(self.x0, self.eps, SIGMA, self.v + shift, advantage, self.v, self.v, groups))
         return torch.autograd.grad(loss.mean(), shift)[0].item()
 
     def optimum(self, objective, advantage):
@@ -182,8 +301,8 @@ def test_both_families_agree_in_direction_with_the_policy_gradient(gaussian):
     step = StepBatch(new.log_density(x_next), old.log_density(x_next), noise[:, 0], new.mean, std, old.mean)
     loss, _ = ClippedRatio()(step)
     assert torch.autograd.grad(loss.mean(), shift)[0] > 0
-    for objective in (Awm(), Nft(), Rwr()):
-        assert gaussian.gradient(objective, 0.0, gaussian.z) > 0
+    for factory in FORWARD.values():
+        assert gaussian.gradient(factory(), 0.0, gaussian.z) > 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +311,19 @@ def test_both_families_agree_in_direction_with_the_policy_gradient(gaussian):
         (Nft, {"beta": 0.0}, "beta must be above 0"),
         (Nft, {"most": -1.0}, "most must be above 0"),
         (Rwr, {"temperature": 0.0}, "temperature must be above 0"),
+        (Rwr, {"temperature": math.inf}, "temperature must be above 0 and finite"),
         (Awm, {"clip_range": 2.0}, "clip_range must be between 0 and 1"),
+        (Awm, {"power": 0.5}, "power has no effect with weighting=uniform"),
+        (Awm, {"weighting": "huber", "power": 1.5}, "power must be above 0 and at most 1"),
+        (Awm, {"offset": 0.0}, "offset must be above 0"),
+        (Rwr, {"old_decay": 0.5}, "old_decay has no effect"),
+        (Nft, {"old_decay": 1.0}, "old_decay must be from 0 to below 1"),
+        (Nft, {"old_ramp": 0.0}, "old_ramp must be above 0"),
+        *((factory, {"beta": beta}, "beta must be above 0") for factory in (Dpo, Dgpo, Crd) for beta in (0.0, math.inf)),
+        *((factory, {"kl_gate": 0.5}, "kl_gate has no effect with kl=0") for factory in OBJECTIVES.values()),
+        *((factory, {"kl_from": 0.5}, "kl_from has no effect with kl=0") for factory in OBJECTIVES.values()),
+        *((factory, {"kl": 1.0, "kl_from": 2.0}, "kl_from must be a noise level") for factory in OBJECTIVES.values()),
+        *((factory, {"kl": 1.0, "kl_gate": 0.0}, "kl_gate must be a share above 0") for factory in OBJECTIVES.values()),
     ],
 )
 def test_settings_out_of_range_are_refused(factory, bad, words):

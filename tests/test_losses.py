@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowgrpo.adapters import swapped
 from flowgrpo.build import build, choose
 from flowgrpo.losses import Losses, micro_batches
 from flowgrpo.metrics import Metrics
@@ -56,7 +57,7 @@ def spied(trainer):
 
 
 def test_micro_batches_cover_the_rows_once():
-    assert list(micro_batches(range(4, 11), 3)) == [range(4, 7), range(7, 10), range(10, 11)]
+    assert list(micro_batches(range(4, 11), 3)) == [(4, 5, 6), (7, 8, 9), (10,)]
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
@@ -107,21 +108,90 @@ def test_the_gradient_of_an_objective_of_trajectories_is_that_of_its_samples_one
 
 
 @pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("micro", [1, 3, 8])
+@pytest.mark.parametrize("micro", [1, 4, 8])
 def test_the_gradient_of_a_forward_objective_is_the_mean_over_samples_and_levels(folder, name, micro):
+    """However the samples are split into micro-batches, which for what compares samples hold whole groups."""
+    factory = OBJECTIVES[name]
+    micro = max(micro, 4) if factory.needs_groups else micro
     changes = {"levels": {"use": "uniform", "count": 2}, "optimizer__max_grad_norm": 1e9}
     trainer = forward_trainer(folder, name, optimizer__micro_batch_size=micro, **changes)
     parts, trajectory = trainer.parts, trainer.rollout(0)
     advantages = torch.randn(8, 1, generator=torch.Generator().manual_seed(0))
-    alone = Losses(parts, trajectory, advantages, trainer.metrics)
-    batches = [alone.forward_batch(range(row, row + 1), j) for row in range(8) for j in (0, 1)]
-    loss = sum(parts.choices.objective(batch)[0].sum() for batch in batches)
-    expected = torch.autograd.grad(loss / 16, list(parts.trained.values()))
+    losses = Losses(parts, trajectory, advantages, trainer.metrics)
+    size = 4 if factory.needs_groups else 1
+    parted = [[losses.forward_batch(tuple(range(row, row + size)), j) for j in (0, 1)] for row in range(0, 8, size)]
+    if factory.scope == "sample":
+        loss = sum(parts.choices.objective(levels)[0].sum() for levels in parted) / 8
+    else:
+        loss = sum(parts.choices.objective(batch)[0].sum() for levels in parted for batch in levels) / 16
+    expected = torch.autograd.grad(loss, list(parts.trained.values()))
     parts.optimizer.step = lambda: None
     parts.optimizer.zero_grad = lambda **_: None
-    trainer.update(Losses(parts, trajectory, advantages, trainer.metrics), range(8), first=True)
+    trainer.update(losses, range(8), first=True)
     for parameter, gradient in zip(parts.trained.values(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6 * max(1.0, float(gradient.abs().max())))
+
+
+@pytest.mark.parametrize("name", ["clipped_ratio", "awm"])
+def test_the_gradients_of_steps_and_levels_are_measured_apart_and_add_up(folder, name):
+    changes = {} if name == "clipped_ratio" else {"sampler__window": ODE, "sampler__group_noise": "distinct"}
+    grads = []
+    for every in (0, 1):
+        trainer = trainer_of(folder, objective=name, logging__gradients_every=every, optimizer__max_grad_norm=1e9, **changes)
+        parts, trajectory = trainer.parts, trainer.rollout(0)
+        parts.optimizer.step = lambda: None
+        parts.optimizer.zero_grad = lambda **_: None
+        advantages = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        losses = Losses(parts, trajectory, advantages, trainer.metrics)
+        trainer.update(losses, range(8), first=True)
+        grads.append([p.grad.clone() for p in parts.trained.values()])
+    for plain, apart in zip(*grads, strict=True):
+        torch.testing.assert_close(apart, plain, rtol=1e-4, atol=1e-8)
+    values = trainer.metrics.reduce()
+    places = range(4) if name == "awm" else trajectory.dynamics.window
+    for parameter in parts.trained.values():
+        parameter.grad = None
+    first = {piece.place: piece.loss / 8 for piece in losses.of((0, 1, 2), first=True)}
+    norms = {}
+    for place, loss in first.items():
+        of_place = torch.autograd.grad(loss, list(parts.trained.values()), retain_graph=True)
+        norms[place] = torch.stack([g.norm() for g in of_place]).norm().item()
+    assert sorted(norms) == list(places)
+    for place, norm in norms.items():
+        assert values[f"grad_norm/{place}"] == pytest.approx(norm, rel=1e-3)
+        assert values[f"grad_share/{place}"] == pytest.approx(norm / sum(norms.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_samples_of_a_group_are_noised_alike_where_the_objective_asks_for_it(folder, name):
+    trainer = forward_trainer(folder, name, optimizer__micro_batch_size=8)
+    losses = Losses(trainer.parts, trainer.rollout(0), torch.ones(8, 1), trainer.metrics)
+    eps = [losses.forward_batch(tuple(range(8)), j).eps.flatten(1) for j in (0, 1)]
+    assert len(torch.cat(eps).unique(dim=0)) == (4 if OBJECTIVES[name]().shared_noise else 16)
+    assert torch.equal(eps[0][0], eps[0][1]) is OBJECTIVES[name]().shared_noise
+    assert not torch.equal(eps[0][0], eps[0][4])
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_the_old_policy_samples_and_follows_by_its_decay(folder, train):
+    model = {**config(folder).model.model_dump(exclude={"lora"}), "train": train}
+    objective = {"use": "nft", "old_decay": 0.5, "old_ramp": 0.3}
+    trainer = forward_trainer(folder, objective, model=model, optimizer__micro_batch_size=8)
+    trained, spy, sampled = trainer.parts.trained, spied(trainer), []
+    trainer.on_samples = lambda k, trajectory, scores: sampled.append(trajectory)
+    expected = {n: p.detach().clone() for n, p in trained.items()}
+    for k, decay in enumerate((0.0, 0.3, 0.5)):
+        values = trainer.iteration(k)
+        after, alone = {n: p.detach().clone() for n, p in trained.items()}, replace(trainer.parts, old=None)
+        with swapped(trained, expected):  # the weights that should have sampled
+            again = Trainer(alone, trainer.metrics).rollout(k)
+            old = Losses(alone, sampled[-1], torch.ones(8, 1), trainer.metrics).forward_batch((4, 5, 6, 7), 3).new.v
+        torch.testing.assert_close(sampled[-1].x0, again.x0, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(spy.seen[-1].old.v, old.detach(), rtol=1e-5, atol=1e-6)
+        expected = {n: decay * before + (1 - decay) * after[n] for n, before in expected.items()}
+        assert values["moved"] > 0
+    for n, average in trainer.parts.old.shadow.items():
+        torch.testing.assert_close(average, expected[n])
 
 
 def test_all_samples_of_an_iteration_are_seen_at_its_levels_under_noise_of_their_own(folder):

@@ -251,7 +251,7 @@ def test_a_mean_density_has_the_same_ratio_at_both_sizes():
 
 
 @pytest.mark.parametrize("name", RATIO)
-@pytest.mark.parametrize("form", ["latent", "velocity"])
+@pytest.mark.parametrize("form", ["latent", "mean", "velocity"])
 def test_the_kl_is_zero_at_the_reference_and_points_back_to_it(name, form):
     x, v = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     objective = RATIO[name](kl=0.5, kl_form=form)
@@ -263,7 +263,7 @@ def test_the_kl_is_zero_at_the_reference_and_points_back_to_it(name, form):
 
     assert objective.needs_reference
     assert (divergence(v) == 0).all()
-    expected = 0.01 if form == "velocity" else (0.3 * 0.1) ** 2 / (2 * 0.16)
+    expected = {"velocity": 0.01, "mean": (0.3 * 0.1) ** 2, "latent": (0.3 * 0.1) ** 2 / (2 * 0.16)}[form]
     torch.testing.assert_close(divergence(moved), torch.full((2,), expected))
     divergence(moved).sum().backward()
     assert (moved.grad > 0).all()
@@ -273,6 +273,27 @@ def test_the_kl_is_zero_at_the_reference_and_points_back_to_it(name, form):
     share = 0.5 if objective.scope == "trajectory" else 1.0  # the mean over two steps, one of them at the reference
     torch.testing.assert_close(loss, torch.full((2,), 0.5 * share * expected))
     torch.testing.assert_close(stats["kl"], torch.full((2,), share * expected))
+    gated = replace(step, pull=torch.tensor([0.0, 1.0]))  # of the first row nothing counts
+    loss, stats = objective([gated, gated]) if objective.scope == "trajectory" else objective(gated)
+    torch.testing.assert_close(loss, torch.tensor([0.0, 0.5 * expected]))
+    torch.testing.assert_close(stats["kl"], torch.full((2,), expected))
+
+
+@pytest.mark.parametrize("name", [name for name, factory in RATIO.items() if factory.scope == "step"])
+def test_a_negative_advantage_ends_where_the_sample_is_decided(name):
+    step = toy(w=1, b=4).steps()[0]
+    step = replace(step, advantage=torch.tensor([-1.0, -1.0, 1.0, 1.0]).double())
+    step = replace(step, ahead=torch.tensor([0.1, 0.5, 0.1, 0.5]).double())
+    plain, stopped = (RATIO[name](stop_negatives=s)(step)[0] for s in (None, 0.3))
+    assert stopped.tolist() == [0.0, *plain[1:].tolist()]
+
+
+def test_the_share_of_effective_samples_is_that_of_importance_weights():
+    new = torch.tensor([0.1, -0.2, 0.3, 0.0])
+    _, stats = ClippedRatio(clip="none")(bare(new, torch.zeros(4), torch.ones(4)))
+    ratios = [math.exp(x) for x in (0.1, -0.2, 0.3, 0.0)]
+    assert stats["ratio/effective"].item() == pytest.approx(sum(ratios) ** 2 / (4 * sum(r * r for r in ratios)))
+    torch.testing.assert_close(stats["ratio/spread"], new.abs())
 
 
 @pytest.mark.parametrize(
@@ -317,6 +338,8 @@ def test_an_objective_that_keeps_its_density_to_itself_is_refused():
         (ClippedRatio, {"soft": 0.0}, "soft must be above 0"),
         (TrajectoryRatio, {"clip": "none", "reduce": "sum"}, "clip must be upper with reduce=sum"),
         (Dppo, {"threshold": 0.0}, "threshold must be above 0"),
+        (Dppo, {"stop_negatives": -1.0}, "stop_negatives must be a distance above 0"),
+        (SequenceMean, {"stop_negatives": 0.1}, "stop_negatives needs a ratio for each step"),
         (Dppo, {"reduce": "sum"}, "threshold must be given with reduce=sum"),
         *((factory, {"kl": kl}, "kl must be at least 0") for factory in OBJECTIVES.values() for kl in (-1.0, float("nan"))),
     ],

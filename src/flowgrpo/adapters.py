@@ -48,25 +48,34 @@ def _add_lora(network: nn.Module, lora: LoraConfig) -> None:
 
 
 class Reference:
-    """The frozen start of the policy.
+    """The frozen policy that KL is measured from: the start of the run, or what has followed the policy since.
 
-    With LoRA it is the network with its adapter switched off; with full training a copy of the start, kept on the CPU.
+    With LoRA the start is the network with its adapter switched off. All else is a copy of the trained weights, kept on the
+    CPU: with full training, and of an adapter where the reference is to move (`moves`).
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], train: str) -> None:
-        self.networks, self.trained = networks, trained
-        self.start: dict[str, Tensor] | None = (
-            {name: p.detach().to("cpu", copy=True) for name, p in trained.items()} if train == "full" else None
+    def __init__(
+        self, networks: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], train: str, moves: bool = False
+    ) -> None:
+        self.networks, self.trained, self.moves = networks, trained, moves
+        self.held: dict[str, Tensor] | None = (
+            {name: p.detach().to("cpu", copy=True) for name, p in trained.items()} if train == "full" or moves else None
         )
+
+    def follow(self, stays: float) -> None:
+        """Become `stays` times itself plus the rest of the present policy."""
+        if self.held is not None and stays < 1:
+            for name, parameter in self.trained.items():
+                self.held[name].lerp_(parameter.detach().to("cpu"), 1 - stays)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, the networks are the reference. Take it before the policy's own forward pass, not between it and backward."""
-        if self.start is None:
+        if self.held is None:
             with _without_adapters(self.networks):
                 yield
         else:
-            with swapped(self.trained, self.start):
+            with swapped(self.trained, self.held):
                 yield
 
 

@@ -20,9 +20,11 @@ from flowgrpo.group_noise import GROUP_NOISES, GroupNoise, Tree, check_group_noi
 from flowgrpo.levels import LEVELS, Levels
 from flowgrpo.objectives import OBJECTIVES, check_objective
 from flowgrpo.policy import Conditions, Policy
+from flowgrpo.references import REFERENCES, ReferenceRule, Start
 from flowgrpo.rollout import Dynamics
 from flowgrpo.schedule import SCHEDULES, Grid, shifted_sigmas
 from flowgrpo.scoring import Component, Scorer
+from flowgrpo.selection import SELECTIONS, Selection
 from flowgrpo.signals import SIGNALS, Signal
 from flowgrpo.slots import call_checked, construct, import_object
 from flowgrpo.solvers import SOLVERS, DpmSolverPp2M, Solver
@@ -49,6 +51,8 @@ class Choices:
     objective: Any
     step_weights: StepWeights
     levels: Levels
+    reference: ReferenceRule
+    samples: Selection
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Parts:
     policy: Policy
     trained: dict[str, nn.Parameter]
     reference: Reference | None
+    old: Ema | None  # the policy that samples, where it is not the trained one
     scorer: Scorer
     optimizer: Optimizer
     ema: Ema | None
@@ -109,6 +114,8 @@ def choose(config: RunConfig) -> Choices:
         objective=construct(config.objective, OBJECTIVES, "objective"),
         step_weights=construct(config.step_weights, STEP_WEIGHTS, "step_weights"),
         levels=construct(config.levels, LEVELS, "levels"),
+        reference=construct(config.reference, REFERENCES, "reference"),
+        samples=construct(config.samples, SELECTIONS, "samples"),
     )
     check_objective(choices.objective)
     for iteration in range(config.iterations):
@@ -116,6 +123,7 @@ def choose(config: RunConfig) -> Choices:
         _check_window(choices, config.group_size, window)
         check_group_noise(choices.group_noise, config.group_size, window)
     _check_family(config, choices)
+    _check_regularisers(config, choices)
     _check_together(config, choices)
     return choices
 
@@ -154,6 +162,34 @@ def _check_family(config: RunConfig, choices: Choices) -> None:
     if objective.family == "forward":
         sigmas = choices.schedule.sigmas(s.num_steps) or shifted_sigmas(s.num_steps)
         choices.levels.at(when(config, 0), sigmas)
+
+
+def _check_regularisers(config: RunConfig, choices: Choices) -> None:
+    """Raise ValueError for a reference or a gate that cannot take effect."""
+    objective = choices.objective
+    if not isinstance(choices.reference, Start) and not objective.needs_reference:
+        raise ValueError(f"reference has no effect on {type(objective).__name__} without KL; set objective.kl, or remove it")
+    if getattr(objective, "kl_gate", 1.0) < 1 and all(reward.weight for reward in config.rewards):
+        raise ValueError(
+            "objective.kl_gate needs a second opinion, a reward of weight 0, to doubt the others by; add one, or remove it"
+        )
+
+
+def _check_groups(config: RunConfig, choices: Choices, geometry: Geometry) -> None:
+    """Raise ValueError where updates or micro-batches cut groups that must be whole, or processes those to be chosen from."""
+    learnt, whole = choices.samples.count(config.group_size), geometry.samples_per_process % config.group_size == 0
+    chosen = geometry.samples_per_process // config.group_size * learnt
+    updates, micro = config.optimizer.updates_per_iteration, config.optimizer.micro_batch_size
+    if learnt < config.group_size and (not whole or chosen % updates):
+        raise ValueError(
+            f"samples: {learnt} of each group are learnt from, so each process needs whole groups, and their {chosen} samples "
+            f"must split into optimizer.updates_per_iteration={updates} equal parts; change one of them"
+        )
+    if getattr(choices.objective, "needs_groups", False) and not (whole and chosen % (updates * learnt) == micro % learnt == 0):
+        raise ValueError(
+            f"{type(choices.objective).__name__} compares the samples of a group, {learnt} of each: prompts_per_iteration must "
+            f"be a multiple of processes x updates_per_iteration, and optimizer.micro_batch_size of {learnt}, got {micro}"
+        )
 
 
 def _check_together(config: RunConfig, choices: Choices) -> None:
@@ -202,6 +238,7 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
         accelerator.num_processes,
         config.optimizer.updates_per_iteration,
     )
+    _check_groups(config, choices, geometry)
     prompts = load_prompts(config.prompts.train)
     _check_sizes(prompts)
     if config.prompts.heldout is not None:
@@ -217,13 +254,17 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
         list(trained.values()), lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
     )  # fmt: skip
-    reference = Reference(policy.networks, trained, config.model.train) if choices.objective.needs_reference else None
+    reference = None
+    if choices.objective.needs_reference:
+        moves = not isinstance(choices.reference, Start)
+        reference = Reference(policy.networks, trained, config.model.train, moves)
+    old = Ema(trained, 0.0) if getattr(choices.objective, "old_decay", 0) else None
     ema = Ema(trained, config.ema.decay) if config.ema.decay is not None else None
     grid = policy.grid(config.sampler.num_steps, choices.schedule)
     if grid.scales is not None and (tail := config.sampler.tail) is not None and (tail.num_steps or tail.rate):
         raise ValueError("sampler.tail: this model has discrete levels of its own, leave num_steps and rate out")
-    return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, scorer,
-                 optimizer, ema, grid)  # fmt: skip
+    return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, old,
+                 scorer, optimizer, ema, grid)  # fmt: skip
 
 
 def _check_processes(accelerator: Accelerator) -> None:

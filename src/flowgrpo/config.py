@@ -163,6 +163,9 @@ class LoggingConfig(Section):
     samples_every: Annotated[int, Field(ge=0)] = Field(
         default=50, description="Iterations between saved sample sheets; 0: none."
     )
+    gradients_every: Annotated[int, Field(ge=0)] = Field(
+        default=10, description="Iterations between measurements of each step's gradient, which hold a second one; 0: none."
+    )
 
 
 class RunConfig(Section):
@@ -186,8 +189,10 @@ class RunConfig(Section):
     )
     objective: Slot = Field(default=Slot(use="clipped_ratio"), description="The loss: clipped_ratio, guard, ..., awm, nft, ...")
     levels: Slot = Field(
-        default=Slot(use="stratified"), description="Noise levels at which a forward objective (awm, nft, rwr) trains."
+        default=Slot(use="stratified"), description="Noise levels at which a forward objective (awm, nft, vgrpo, ...) trains."
     )
+    reference: Slot = Field(default=Slot(use="start"), description="Where KL is measured from: start, average, reset.")
+    samples: Slot = Field(default=Slot(use="all"), description="Samples of a group that are learnt from: all, extremes.")
     step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal, ...")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)

@@ -27,10 +27,11 @@ class Ema:
         self.shadow = {name: _copy(parameter) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the present weights."""
+    def update(self, decay: float | None = None) -> None:
+        """Move the average towards the present weights, with a decay of this moment if one is given."""
         n = self.num_updates
-        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        if decay is None:
+            decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
         for name, parameter in self.parameters.items():
             self.shadow[name].lerp_(parameter.to(torch.float32), 1 - decay)
         self.num_updates += 1

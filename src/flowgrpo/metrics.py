@@ -26,13 +26,22 @@ MEANINGS: dict[str, str] = {
     "dropped": "Share of (sample, step) pairs left out because the policy has gone far enough there (dppo).",
     "eval/<name>/mean": "Mean score on held-out prompts with the evaluation sampler; unit as the model declares.",
     "grad_norm": "Norm of the gradient over all trained weights before it is limited, mean over the updates.",
+    "grad_norm/<place>": "Norm of the gradient of one window step or level, first micro-batch of the iteration.",
+    "grad_share/<place>": "Its share in the sum of these norms: which step or level rules the update.",
     "kl": "Divergence of the policy from the reference at the trained steps, before its weight.",
     "kl_old": "Mean divergence of the policy from the one that sampled, at the trained steps; 0 on policy (dppo).",
     "loss": "What the optimizer minimises, mean over micro-batches; its gradient counts, its value says little.",
     "lr": "Learning rate of the last update of the iteration.",
     "matching_error": "Mean squared error of the velocity against noise minus sample, at the trained levels (awm, nft, rwr).",
+    "margin": "How far the policy has got the way it is pushed: u times the centred advantage, or the logit (dpo, dgpo, crd).",
+    "moved": "Mean squared difference of the velocity from the old policy's, at the trained levels (awm, nft, vgrpo, crd).",
+    "moved/<place>": "The same by number of the level, 0 the first.",
+    "ratio/effective": "Share of samples that count under the ratios, (sum r)^2 / (n sum r^2), in a micro-batch; 1 on policy.",
     "ratio/max_gap": "Largest |log ratio| of replay to rollout before the first update; far below the clip range.",
     "ratio/mean": "Mean ratio of the present policy to the one that sampled, as the objective takes it; 1 on policy.",
+    "ratio/mean/<place>": "The same by window step, or by number of the level.",
+    "ratio/spread": "Mean |log ratio|: how far the policy is from the one that sampled, in units of the clip range.",
+    "ratio/spread/<place>": "The same by window step, or by number of the level.",
     "samples": "Samples of the iteration, over all processes.",
     "score/<name>/mean": "Mean of a reward model's raw scores over the valid samples; unit as the model declares.",
     "score/<name>/missing": "Samples that this reward model gave no score; they do not train.",
@@ -54,13 +63,17 @@ def meaning(name: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    """The entry of `MEANINGS` for this metric, where `<name>` stands for one part without a slash."""
+    """The entry of `MEANINGS` for this metric, where `<name>` stands for one part without a slash, `<place>` for a number."""
     parts = name.split("/")
     for pattern in MEANINGS:
         wanted = pattern.split("/")
-        if len(wanted) == len(parts) and all(w in ("<name>", p) and p for w, p in zip(wanted, parts, strict=True)):
+        if len(wanted) == len(parts) and all(_fits(w, p) for w, p in zip(wanted, parts, strict=True)):
             return pattern
     raise ValueError(f"metric {name!r} has no written meaning; add it to flowgrpo.metrics.MEANINGS and docs/metrics.md")
+
+
+def _fits(wanted: str, part: str) -> bool:
+    return wanted == part or (part.isdigit() if wanted == "<place>" else bool(part) and wanted == "<name>")
 
 
 @runtime_checkable
@@ -146,6 +159,14 @@ class Metrics:
             totals = accelerator.gather(totals.to(accelerator.device)).cpu()
         return {name: _value(name, *row) for name, row in zip(names, _combined(totals).tolist(), strict=True)}
 
+    def mean(self, name: str, accelerator: Any = None) -> float:
+        """The mean of what was added to `name` so far, over all processes; NaN where nothing was."""
+        total = self._totals.get(name, torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64)).cpu()[None]
+        if accelerator is not None and accelerator.num_processes > 1:
+            total = accelerator.gather(total.to(accelerator.device)).cpu()
+        value, count, _ = _combined(total).tolist()
+        return value / count if count else math.nan
+
     def write(self, iteration: int, values: Mapping[str, int | float]) -> None:
         """Append one line to the file and tell the trackers. On several processes, call it on the main one."""
         for name in values:
@@ -201,7 +222,7 @@ def markdown() -> str:
     rows = "".join(f"| `{name}` | {text} |\n" for name, text in sorted(MEANINGS.items()))
     return (
         "# Metrics\n\nEach iteration is one line of `metrics.jsonl` in the run folder, and one point in TensorBoard. "
-        "`<name>` stands for the name of a reward in the config.\n"
+        "`<name>` stands for the name of a reward in the config, `<place>` for a window step or the number of a level.\n"
         "This page is written by `python -m flowgrpo.metrics > docs/metrics.md`.\n\n"
         f"| metric | meaning |\n| --- | --- |\n{rows}"
     )

@@ -43,9 +43,12 @@ class Noise:
         parts = [((self.seed, self.iteration, row.prompt.id), row.sample) for row in rows]
         return torch.stack([self.within.step_noise(key, sample, step, window, shape[1:]) for key, sample in parts])
 
-    def forward(self, rows: Sequence[Row], number: int, shape: tuple[int, ...]) -> Float[Tensor, " b *s"]:
-        """Standard normal noise to noise finished samples with, for the `number`-th level of the iteration."""
-        keyed = (("forward", self.seed, self.iteration, row.prompt.id, row.sample, number) for row in rows)
+    def forward(self, rows: Sequence[Row], number: int, shape: tuple[int, ...], shared: bool = False) -> Float[Tensor, " b *s"]:
+        """Standard normal noise to noise finished samples with, for the `number`-th level of the iteration.
+
+        Every sample has its own, or with `shared` that of its group's first.
+        """
+        keyed = (("forward", self.seed, self.iteration, row.prompt.id, 0 if shared else row.sample, number) for row in rows)
         return torch.stack([keys.normal(shape[1:], *key) for key in keyed])
 
 

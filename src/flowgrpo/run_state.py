@@ -18,6 +18,10 @@ def save(parts: Parts, iteration: int) -> Path:
         groups = {"trained": {n: p.detach() for n, p in parts.trained.items()}, "optimizer": tensors}
         if parts.ema is not None:
             groups["ema"] = parts.ema.state_dict()
+        if parts.old is not None:
+            groups["old"] = parts.old.state_dict()
+        if parts.reference is not None and parts.reference.moves:
+            groups["reference"] = parts.reference.held or {}
         window = parts.choices.window
         state = {
             "iteration": iteration,
@@ -46,6 +50,10 @@ def load(parts: Parts, folder: Path) -> int:
     checkpoint.restore_optimizer(parts.optimizer, list(parts.trained), tensors["optimizer"], state["optimizer"])
     if parts.ema is not None:
         parts.ema.load_state_dict(tensors["ema"])
+    if parts.old is not None:
+        parts.old.load_state_dict(tensors["old"])
+    if parts.reference is not None and parts.reference.moves:
+        parts.reference.held = dict(tensors["reference"])
     if isinstance(parts.choices.window, ProbingWindow):
         parts.choices.window.load_state_dict(state["window"])
     return state["iteration"]

@@ -136,7 +136,9 @@ def hybrid_of(parts: Parts) -> Hybrid | None:
     if share is None:
         return None
     check_hybrid(parts.policy.own_scheduler, share, evaluate.evaluation_steps(parts.config))
-    reference = parts.reference or Reference(parts.policy.networks, parts.trained, parts.config.model.train)
+    reference = parts.reference
+    if reference is None or reference.moves:
+        reference = Reference(parts.policy.networks, parts.trained, parts.config.model.train)
     return Hybrid(share, reference.active)
 
 

@@ -1,18 +1,18 @@
 """The loop: prompts, trajectory, scores, signal, advantages, loss, update."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowgrpo import run_state
-from flowgrpo.adapters import gradient_norm
+from flowgrpo.adapters import gradient_norm, swapped
 from flowgrpo.build import Parts, when
+from flowgrpo.credit import credit, gathered, learnt_rows
 from flowgrpo.data import rank_slice
-from flowgrpo.group_noise import node_means
+from flowgrpo.gradients import PlaceGradients
 from flowgrpo.losses import Losses, micro_batches
 from flowgrpo.metrics import Metrics
 from flowgrpo.probe import probe
@@ -70,11 +70,12 @@ class Trainer:
                 trajectory = self.rollout(k)
             with self._timed("score"):
                 scores = self.parts.scorer(trajectory.media, trajectory.prompts)
-            advantages = self.advantages(scores, trajectory)
+            earned = credit(self.parts, scores, trajectory, self.metrics)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
             with self._timed("update"):
-                self.learn(Losses(self.parts, trajectory, advantages, self.metrics))
+                self.learn(Losses(self.parts, trajectory, earned.advantages, self.metrics, earned.gate))
+            self._follow(k)
         self.metrics.update(self.on_end(k))
         return self._finish(k, trajectory)
 
@@ -93,46 +94,29 @@ class Trainer:
         dynamics = parts.dynamics(parts.choices.window.at(moment))
         noise = Noise(self.config.seed, k, parts.choices.group_noise)
         size = self.config.sampler.batch_size
-        return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between)
-
-    def advantages(self, scores: Scores, trajectory: Trajectory) -> Tensor:
-        """Advantages (b, w) of this process's samples at each window step, from the statistics of whole groups.
-
-        A step's signals are those of its nodes: where samples are still one, their mean. Without a window there is one column.
-        """
-        parts, choices, window = self.parts, self.parts.choices, trajectory.dynamics.window
-        accelerator = parts.accelerator
-        values, ids = self._gather(scores.values), self._gather(trajectory.group_ids)
-        signal = choices.signal(values, ids, parts.scorer.weights)
-        if not signal.isfinite().any():
-            raise RewardError(
-                f"iteration {self.next_iteration}: no sample has all its weighted scores, so nothing can be learnt; mend the "
-                f"reward that is missing ({_missing(scores)}), then go on with --resume"
-            )
-        samples = range(self.config.group_size)
-        columns = []
-        for step in window or range(1):
-            nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
-            columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
-        advantages = torch.stack(columns, 1)
-        self._log_scores(scores.names, values, signal, advantages, ids)
-        mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
-        return advantages[mine.start : mine.stop].to(accelerator.device)
+        with self._sampling_weights():
+            return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between)
 
     def learn(self, losses: Losses) -> None:
-        """All updates of an iteration, each on an equal part of this process's samples."""
-        size, count = self.parts.geometry.samples_per_update, self.config.optimizer.micro_batch_size
-        slices = [range(i, i + size) for i in range(0, self.parts.geometry.samples_per_process, size)]
-        losses.remember([batch for rows in slices[1:] for batch in micro_batches(rows, count)])
-        for number, rows in enumerate(slices):
-            self.update(losses, rows, first=number == 0)
+        """All updates of an iteration, each on an equal part of what this process learns from."""
+        updates, count = self.config.optimizer.updates_per_iteration, self.config.optimizer.micro_batch_size
+        rows = learnt_rows(self.parts, losses.advantages)
+        slices = list(micro_batches(rows, len(rows) // updates))
+        losses.remember([batch for part in slices[1:] for batch in micro_batches(part, count)])
+        for number, part in enumerate(slices):
+            self.update(losses, part, first=number == 0)
 
-    def update(self, losses: Losses, rows: range, first: bool) -> None:
+    def update(self, losses: Losses, rows: Sequence[int], first: bool) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and steps or levels, then averaged."""
-        parts = self.parts
-        for batch in micro_batches(rows, self.config.optimizer.micro_batch_size):
-            for piece in losses.of(batch, first):
-                (piece / len(rows)).backward()
+        parts, every = self.parts, self.config.logging.gradients_every
+        watched = first and every and self.next_iteration % every == 0
+        for number, batch in enumerate(micro_batches(rows, self.config.optimizer.micro_batch_size)):
+            gradients = PlaceGradients(parts.trained) if watched and number == 0 else None
+            for loss, place in losses.of(batch, first):
+                with nullcontext() if gradients is None else gradients.of(place):
+                    (loss / len(rows)).backward()
+            if gradients is not None:
+                self.metrics.update(gradients.stats())
         self._average_gradients()
         norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
         if not norm < float("inf"):
@@ -169,23 +153,13 @@ class Trainer:
             group["lr"] = optimizer.lr * warm * decay
         self.metrics.add("lr", optimizer.lr * warm * decay)
 
-    def _gather(self, values: Tensor) -> Tensor:
-        accelerator = self.parts.accelerator
-        if accelerator.num_processes == 1:
-            return values
-        return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
-
-    def _log_scores(self, names: tuple[str, ...], values: Tensor, signal: Tensor, advantages: Tensor, ids: Tensor) -> None:
-        for name, column in zip(names, values.T, strict=True):
-            valid = column[~column.isnan()]
-            self.metrics.add(f"score/{name}/mean", valid.mean())
-            self.metrics.add(f"score/{name}/std", valid.std(correction=0))
-            self.metrics.add(f"score/{name}/missing", column.isnan().sum() / self.parts.accelerator.num_processes)
-        self.metrics.add("signal/mean", signal)
-        spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
-        self.metrics.add("advantage/zero_std_groups", (spread == 0).float())
-        self.metrics.add("advantage/abs_mean", advantages.abs())
-        self.metrics.add("unique_prompts", len(ids.unique()))
+    def _follow(self, k: int) -> None:
+        """Let the policy that samples and the reference follow what has been learnt."""
+        parts, objective = self.parts, self.parts.choices.objective
+        if parts.old is not None:
+            parts.old.update(min(objective.old_decay, objective.old_ramp * k))
+        if parts.reference is not None and parts.reference.moves:
+            parts.reference.follow(parts.choices.reference.stays(k, self.metrics.mean("kl", parts.accelerator)))
 
     def _finish(self, k: int, trajectory: Trajectory) -> dict[str, float]:
         window = trajectory.dynamics.window
@@ -199,6 +173,11 @@ class Trainer:
             self.metrics.write(k, values)
         return values
 
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the one that samples, where that is not the trained one."""
+        old = self.parts.old
+        return nullcontext() if old is None else swapped(self.parts.trained, old.shadow)
+
     def _check_stop(self) -> None:
         if self._agreed_stop():
             raise Interrupted
@@ -207,14 +186,10 @@ class Trainer:
         accelerator = self.parts.accelerator
         if accelerator.num_processes == 1:
             return self.stop_asked
-        return bool(self._gather(torch.tensor([self.stop_asked])).any())
+        return bool(gathered(self.parts, torch.tensor([self.stop_asked])).any())
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.metrics.add(f"seconds/{name}", time.perf_counter() - start)
-
-
-def _missing(scores: Scores) -> str:
-    return ", ".join(f"{n} {int(c.isnan().sum())} of {len(c)}" for n, c in zip(scores.names, scores.values.T, strict=True))

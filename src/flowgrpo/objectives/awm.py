@@ -9,9 +9,10 @@ from torch import Tensor
 from flowgrpo.objectives.contract import ForwardBatch, Stats
 from flowgrpo.objectives.forward import Forward, matching_error
 from flowgrpo.objectives.surrogate import Clipped
-from flowgrpo.transitions import log_ratio
+from flowgrpo.transitions import Prediction, log_ratio
 
 USUAL_CLIP_RANGE = 1e-5
+USUAL_POWER = 0.5
 POWERS = {"uniform": 0, "t": 1, "t2": 2}
 
 
@@ -19,25 +20,41 @@ POWERS = {"uniform": 0, "t": 1, "t2": 2}
 class Awm(Clipped, Forward):
     """The clipped surrogate of a ratio of likelihood proxies, at one noise level of a finished sample.
 
-        l = -w mean (v - (eps - x0))^2,    rho = exp(l - l_old),    w = 1 ("uniform"), sigma ("t") or sigma^2 ("t2")
+        rho = exp(l - l_old),    e = mean (v - (eps - x0))^2
+        "uniform", "t", "t2"     l = -w e,    w = 1, sigma or sigma^2
+        "huber"                  l = -(sigma / p) ((e + offset)^p - offset^p),    p = power, 1/2 unless it is given
 
-    Its gradient at rho = 1 is that of the flow-matching loss, weighted by -A: what scored above its group becomes likelier.
-    Samples may come from any solver, without a window. l_old is from before the iteration's first update, so the clip range
-    acts from the second update on.
+    The gradient at rho = 1 is that of the flow-matching loss, weighted by -A: what scored above its group becomes likelier.
+    The smaller `power`, the less a sample weighs that is badly matched. Samples may come from any solver, without a window.
+    l_old is the old policy's, so the clip range acts from the second update on.
 
-    Source: AWM 2509.25050 (clip 1e-5), by an implementation of others. The plain square as pull to the reference is ours.
+    Source: AWM 2509.25050 (clip 1e-5; generalised Huber with p = 0.25; its pull is from a moving average, `reference:
+    average`), by an implementation of others. The plain square as pull and the default offset are ours.
     """
 
-    weighting: Literal["uniform", "t", "t2"] = "uniform"
+    weighting: Literal["uniform", "t", "t2", "huber"] = "uniform"
+    power: float | None = None
+    offset: float = 1e-4
 
     def __post_init__(self) -> None:
         self.check_band(lambda: USUAL_CLIP_RANGE)
-        self.check_kl()
+        self.check_forward()
+        if self.power is not None and self.weighting != "huber":
+            raise ValueError(f"objective.power has no effect with weighting={self.weighting}; remove it, or set huber")
+        if self.power is not None and not 0 < self.power <= 1:
+            raise ValueError(f"objective.power must be above 0 and at most 1, got {self.power}")
+        if not self.offset > 0:
+            raise ValueError(f"objective.offset must be above 0, got {self.offset}")
 
     def __call__(self, batch: ForwardBatch) -> tuple[Float[Tensor, " b"], Stats]:
         """Loss of each sample."""
         assert batch.old is not None, "the loop keeps the predictions that an objective needs"
-        weight = batch.new.sigma ** POWERS[self.weighting]
-        new, old = (-weight * matching_error(prediction, batch) for prediction in (batch.new, batch.old))
-        loss, stats = self.surrogate(log_ratio(new, old), batch.advantage)
-        return self.with_kl(loss, {**stats, "matching_error": matching_error(batch.new, batch).detach()}, batch)
+        new, old = (self._likelihood(prediction, batch) for prediction in (batch.new, batch.old))
+        return self.with_kl(*self.surrogate(log_ratio(new, old), batch.advantage), batch)
+
+    def _likelihood(self, prediction: Prediction, batch: ForwardBatch) -> Float[Tensor, " b"]:
+        error, sigma = matching_error(prediction, batch), prediction.sigma
+        if self.weighting != "huber":
+            return -(sigma ** POWERS[self.weighting]) * error
+        power = self.power or USUAL_POWER
+        return -sigma / power * ((error + self.offset) ** power - self.offset**power)

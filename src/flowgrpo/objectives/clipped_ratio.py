@@ -29,7 +29,7 @@ class ClippedRatio(Clipped, Regularised):
 
     def __post_init__(self) -> None:
         self.check_band(self._usual_clip_range)
-        self.check_kl()
+        self.check_regularised()
 
     def _usual_clip_range(self) -> float:
         usual = CLIP_RANGES.get((self.density, self.reduce))
@@ -42,4 +42,4 @@ class ClippedRatio(Clipped, Regularised):
 
     def __call__(self, step: StepBatch) -> tuple[Float[Tensor, " b"], Stats]:
         """Loss of each sample, and what to log (means over samples, detached)."""
-        return self.with_kl(*self.surrogate(log_ratio(step.log_prob, step.old_log_prob), step.advantage), step.kl)
+        return self.with_kl(*self.surrogate(log_ratio(step.log_prob, step.old_log_prob), self.advantage(step)), step)

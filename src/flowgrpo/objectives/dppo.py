@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo.objectives.contract import Stats, StepBatch
-from flowgrpo.objectives.surrogate import Regularised
+from flowgrpo.objectives.surrogate import Regularised, ratio_stats
 from flowgrpo.transitions import log_ratio, reduce_coordinates
 
 USUAL_THRESHOLD = 1e-5  # of a mean over coordinates
@@ -32,7 +32,7 @@ class Dppo(Regularised):
     density: Literal["exact"] = "exact"
 
     def __post_init__(self) -> None:
-        self.check_kl()
+        self.check_regularised()
         if self.threshold is None and self.reduce == "sum":
             raise ValueError(
                 "objective.threshold must be given with reduce=sum, for which none is usual; set one, or use the mean"
@@ -45,8 +45,8 @@ class Dppo(Regularised):
         assert step.old_mean is not None, "the rollout keeps the means that an objective needs"
         far = reduce_coordinates((step.mean.detach() - step.old_mean) ** 2, self.reduce) / (2 * step.std**2)
         difference = log_ratio(step.log_prob, step.old_log_prob)
-        ratio = difference.exp()
+        ratio, advantage = difference.exp(), self.advantage(step)
         threshold = USUAL_THRESHOLD if self.threshold is None else self.threshold
-        dropped = (far >= threshold) & (difference.detach() * step.advantage > 0)
-        stats = {"ratio/mean": ratio.detach(), "dropped": dropped.float(), "kl_old": far}
-        return self.with_kl(-ratio * step.advantage * (~dropped).to(ratio.dtype), stats, step.kl)
+        dropped = (far >= threshold) & (difference.detach() * advantage > 0)
+        stats = {**ratio_stats(difference), "dropped": dropped.float(), "kl_old": far}
+        return self.with_kl(-ratio * advantage * (~dropped).to(ratio.dtype), stats, step)

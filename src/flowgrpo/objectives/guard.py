@@ -34,4 +34,4 @@ class Guard(ClippedRatio):
         assert step.old_mean is not None, "the rollout keeps the means that an objective needs"
         bias = reduce_coordinates((step.mean - step.old_mean) ** 2, self.reduce) / (2 * step.std**2)
         normalised = step.std * log_ratio(step.log_prob + bias, step.old_log_prob)
-        return self.with_kl(*self.surrogate(normalised, step.advantage), step.kl)
+        return self.with_kl(*self.surrogate(normalised, self.advantage(step)), step)

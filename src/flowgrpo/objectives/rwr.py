@@ -15,26 +15,21 @@ from flowgrpo.transitions import bounded
 class Rwr(Forward):
     """The flow-matching loss of a finished sample, weighted by how good it is.
 
-        w mean (v - (eps - x0))^2,    w = exp(A / temperature), or w = 1[A >= least] exp(A / temperature)
+        exp(A / temperature) mean (v - (eps - x0))^2
 
-    Bad samples weigh little and never push away. temperature inf with `least` is fine-tuning on the best: all that have at
-    least this advantage count alike. Source: reward-weighted regression; the form for a flow is ours.
+    Bad samples weigh little and never push away. Source: reward-weighted regression; the form for a flow is ours.
     """
 
     needs_old: ClassVar[bool] = False
 
     temperature: float = 1.0
-    least: float | None = None
 
     def __post_init__(self) -> None:
-        self.check_kl()
-        if not self.temperature > 0:
-            raise ValueError(f"objective.temperature must be above 0, got {self.temperature}")
+        self.check_forward()
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"objective.temperature must be above 0 and finite, got {self.temperature}")
 
     def __call__(self, batch: ForwardBatch) -> tuple[Float[Tensor, " b"], Stats]:
         """Loss of each sample."""
         weight = bounded(batch.advantage / self.temperature).exp()
-        if self.least is not None:
-            weight = weight * (batch.advantage >= self.least)
-        error = matching_error(batch.new, batch)
-        return self.with_kl(weight * error, {"matching_error": error.detach()}, batch)
+        return self.with_kl(weight * matching_error(batch.new, batch), {}, batch)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo.objectives.clipped_ratio import ClippedRatio
 from flowgrpo.objectives.contract import Stats, StepBatch
-from flowgrpo.objectives.trajectory_ratio import differences, mean_kl
+from flowgrpo.objectives.trajectory_ratio import differences
 from flowgrpo.transitions import bounded
 
 
@@ -30,4 +30,4 @@ class SequenceMean(ClippedRatio):
     def __call__(self, steps: Sequence[StepBatch]) -> tuple[Float[Tensor, " b"], Stats]:
         """Loss of each sample from all its window steps."""
         difference = bounded(differences(steps).mean(0))
-        return self.with_kl(*self.surrogate(difference, steps[-1].advantage), mean_kl(steps))
+        return self.with_kl(*self.surrogate(difference, steps[-1].advantage), *steps)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo.objectives.contract import PullsToReference, Stats
+from flowgrpo.objectives.contract import PullsToReference, Stats, StepBatch
 from flowgrpo.transitions import Density, Gaussian, Prediction, Reduce, reduce_coordinates
 
 SIDES = {"both": ("clip_low", "clip_high"), "upper": ("clip_high",), "none": ()}
@@ -80,8 +80,17 @@ class Clipped:
         else:
             loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
             below, above = (ratio < 1 - self.low) & (advantage < 0), (ratio > 1 + self.high) & (advantage > 0)
-        stats = {"ratio/mean": ratio.detach(), "clip_fraction/low": below.float(), "clip_fraction/high": above.float()}
-        return loss, stats
+        return loss, {**ratio_stats(log_ratio), "clip_fraction/low": below.float(), "clip_fraction/high": above.float()}
+
+
+def ratio_stats(log_ratio: Float[Tensor, " b"]) -> Stats:
+    """What every ratio is watched by: its mean, the size of its logarithm, and the share of samples that it leaves effective.
+
+    The last is (sum rho)^2 / (n sum rho^2), the effective sample size of importance weights over n.
+    """
+    ratio = log_ratio.detach().exp()
+    effective = ratio.mean() ** 2 / (ratio**2).mean()
+    return {"ratio/mean": ratio, "ratio/spread": log_ratio.detach().abs(), "ratio/effective": effective}
 
 
 @dataclass(frozen=True)
@@ -89,18 +98,42 @@ class Regularised(PullsToReference):
     """KL to the reference at window steps, in the form and reduction that the objective asks for.
 
         "latent"      ||mean - mean_ref||^2 / (2 std^2), the true KL of the two laws: the step size is in std
+        "mean"        ||mean - mean_ref||^2, without the variance
         "velocity"    ||v - v_ref||^2
 
-    Both are reduced like the density. Source: MixGRPO 2507.21802 v7, eq. 9 for the first; the second is offered elsewhere.
+    All are reduced like the density. Source: MixGRPO 2507.21802 v7, eq. 9 for the first; the second is DiverseGRPO's
+    (2512.21514, by a third party's notes); the third is offered elsewhere.
+
+    `stop_negatives` ends what is bad about a sample where it is decided: an advantage below 0 counts only at steps where the
+    clean sample that the policy predicts is still farther than this from the one that came out (`StepBatch.ahead`). The idea
+    is named in the field (Martingale GRPO); this measure of "decided" is ours.
     """
 
     family: ClassVar[Literal["ratio"]] = "ratio"
     scope: ClassVar[Literal["step", "trajectory"]] = "step"
     needs_old_means: ClassVar[bool] = False
 
-    kl_form: Literal["latent", "velocity"] = "latent"
+    kl_form: Literal["latent", "mean", "velocity"] = "latent"
     reduce: Reduce = "mean"
     density: Density = "exact"
+    stop_negatives: float | None = None
+
+    def check_regularised(self) -> None:
+        """Raise ValueError for a pull or a stop that is out of range or has no effect."""
+        self.check_kl()
+        if self.stop_negatives is None:
+            return
+        if self.scope != "step":
+            raise ValueError("objective.stop_negatives needs a ratio for each step, this objective has one a sample; remove it")
+        if not 0 < self.stop_negatives < float("inf"):
+            raise ValueError(f"objective.stop_negatives must be a distance above 0, got {self.stop_negatives}; 0.2 is a start")
+
+    def advantage(self, step: StepBatch) -> Float[Tensor, " b"]:
+        """The advantages that count at this step."""
+        if self.stop_negatives is None:
+            return step.advantage
+        assert step.ahead is not None, "the loop measures what an objective needs"
+        return torch.where((step.advantage < 0) & (step.ahead < self.stop_negatives), 0, step.advantage)
 
     def divergence(
         self, law: Gaussian, prediction: Prediction, reference_law: Gaussian, reference_prediction: Prediction
@@ -108,10 +141,15 @@ class Regularised(PullsToReference):
         """KL to the reference, in the chosen form."""
         if self.kl_form == "latent":
             return law.kl(reference_law, self.reduce)
+        if self.kl_form == "mean":
+            return reduce_coordinates((law.mean - reference_law.mean) ** 2, self.reduce)
         return reduce_coordinates((prediction.v - reference_prediction.v) ** 2, self.reduce)
 
-    def with_kl(
-        self, loss: Float[Tensor, " b"], stats: Stats, kl: Float[Tensor, " b"] | None
-    ) -> tuple[Float[Tensor, " b"], Stats]:
-        """The loss with the weighted KL, which is logged before its weight; without one as they are."""
-        return (loss, stats) if kl is None else self.add_kl(loss, stats, kl)
+    def with_kl(self, loss: Float[Tensor, " b"], stats: Stats, *steps: StepBatch) -> tuple[Float[Tensor, " b"], Stats]:
+        """The loss with the weighted KL, its mean over the steps that are given; without a reference as they are."""
+        kls = [step.kl for step in steps if step.kl is not None]
+        if not kls:
+            return loss, stats
+        pulls = [torch.ones_like(step.advantage) if step.pull is None else step.pull for step in steps]
+        counted = torch.stack([pull * kl for pull, kl in zip(pulls, kls, strict=True)]).mean(0)
+        return loss + self.kl * counted, {**stats, "kl": torch.stack(kls).mean(0).detach()}

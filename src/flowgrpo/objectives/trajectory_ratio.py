@@ -18,12 +18,6 @@ def differences(steps: Sequence[StepBatch]) -> Float[Tensor, " w b"]:
     return torch.stack([step.log_prob - step.old_log_prob for step in steps])
 
 
-def mean_kl(steps: Sequence[StepBatch]) -> Float[Tensor, " b"] | None:
-    """The mean of the steps' KL; None without a reference."""
-    found = [step.kl for step in steps if step.kl is not None]
-    return torch.stack(found).mean(0) if found else None
-
-
 @dataclass(frozen=True)
 class TrajectoryRatio(ClippedRatio):
     """The ratio of trajectories: the product over the window of the ratios of its steps.
@@ -51,4 +45,4 @@ class TrajectoryRatio(ClippedRatio):
     def __call__(self, steps: Sequence[StepBatch]) -> tuple[Float[Tensor, " b"], Stats]:
         """Loss of each sample from all its window steps."""
         difference = bounded(differences(steps).sum(0))
-        return self.with_kl(*self.surrogate(difference, steps[-1].advantage), mean_kl(steps))
+        return self.with_kl(*self.surrogate(difference, steps[-1].advantage), *steps)

@@ -1,0 +1,86 @@
+"""Scores into advantages: the signal, its deviation within groups, and what is logged of both."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowgrpo.build import Parts
+from flowgrpo.data import rank_slice
+from flowgrpo.group_noise import node_means
+from flowgrpo.metrics import Metrics
+from flowgrpo.rollout import Trajectory
+from flowgrpo.scoring import RewardError, Scores
+from flowgrpo.uncertainty import doubt, most_doubted
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What this process's samples have earned: advantages by window step, and how much of the pull to the reference counts."""
+
+    advantages: Float[Tensor, " b w"]
+    gate: Float[Tensor, " b"] | None
+
+
+def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metrics) -> Credit:
+    """Advantages of this process's samples at each window step, from the statistics of whole groups.
+
+    A step's signals are those of its nodes: where samples are still one, their mean. Without a window there is one column.
+    Raises RewardError when no sample has all its weighted scores.
+    """
+    choices, window, accelerator = parts.choices, trajectory.dynamics.window, parts.accelerator
+    values, ids = gathered(parts, scores.values), gathered(parts, trajectory.group_ids)
+    signal = choices.signal(values, ids, parts.scorer.weights)
+    if not signal.isfinite().any():
+        raise RewardError(
+            f"iteration {trajectory.noise.iteration}: no sample has all its weighted scores, so nothing can be learnt; mend "
+            f"the reward that is missing ({_missing(scores)}), then go on with --resume"
+        )
+    samples, columns = range(parts.config.group_size), []
+    for step in window or range(1):
+        nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
+        columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
+    advantages = torch.stack(columns, 1)
+    _log(parts, metrics, scores.names, values, signal, advantages, ids)
+    share, gate = getattr(choices.objective, "kl_gate", 1.0), None
+    if share < 1:
+        doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)
+        gate = most_doubted(doubts, share).to(signal.dtype)
+    mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
+    own = slice(mine.start, mine.stop)
+    return Credit(advantages[own].to(accelerator.device), None if gate is None else gate[own].to(accelerator.device))
+
+
+def learnt_rows(parts: Parts, advantages: Float[Tensor, " b w"]) -> list[int]:
+    """The rows of this process that are learnt from, chosen within each group by the advantages of its finished samples."""
+    size, last = parts.config.group_size, advantages[:, -1].tolist()
+    if parts.choices.samples.count(size) == size:
+        return list(range(len(last)))
+    return [start + i for start in range(0, len(last), size) for i in parts.choices.samples(last[start : start + size])]
+
+
+def gathered(parts: Parts, values: Tensor) -> Tensor:
+    """The rows of all processes, on the CPU."""
+    accelerator = parts.accelerator
+    if accelerator.num_processes == 1:
+        return values
+    return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
+
+
+def _log(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: Tensor, signal: Tensor, advantages: Tensor,
+         ids: Tensor) -> None:  # fmt: skip
+    for name, column in zip(names, values.T, strict=True):
+        valid = column[~column.isnan()]
+        metrics.add(f"score/{name}/mean", valid.mean())
+        metrics.add(f"score/{name}/std", valid.std(correction=0))
+        metrics.add(f"score/{name}/missing", column.isnan().sum() / parts.accelerator.num_processes)
+    metrics.add("signal/mean", signal)
+    spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
+    metrics.add("advantage/zero_std_groups", (spread == 0).float())
+    metrics.add("advantage/abs_mean", advantages.abs())
+    metrics.add("unique_prompts", len(ids.unique()))
+
+
+def _missing(scores: Scores) -> str:
+    return ", ".join(f"{n} {int(c.isnan().sum())} of {len(c)}" for n, c in zip(scores.names, scores.values.T, strict=True))
