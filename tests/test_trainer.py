@@ -52,19 +52,26 @@ def assert_same_run(a, b):
     assert rows == other_rows
 
 
-@pytest.mark.parametrize("train", ["lora", "full"])
-def test_three_iterations_resumed_for_three_more_are_six_bit_for_bit(folder, train):
-    changes = {"model__train": train, "ema__decay": 0.9, "objective__kl": 0.01, "optimizer__decay": 0.5}
+FOLLOWING = {  # an old policy that samples and a reference that moves: both are of the run's state
+    "objective": {"use": "nft", "kl": 0.01, "old_decay": 0.5, "old_ramp": 0.2},
+    "reference": {"use": "average", "decay": 0.7},
+}
+
+
+@pytest.mark.parametrize(("train", "method"), [("lora", {}), ("full", {}), ("lora", FOLLOWING), ("full", FOLLOWING)])
+def test_three_iterations_resumed_for_three_more_are_six_bit_for_bit(folder, train, method):
+    changes = {"model__train": train, "ema__decay": 0.9, "objective__kl": 0.01, "optimizer__decay": 0.5, **method}
     if train == "full":
         changes["model__lora"] = {}
         changes = {"model": {**config(folder).model.model_dump(exclude={"lora"}), "train": "full"}, **changes}
         del changes["model__train"], changes["model__lora"]
-    straight = trainer_of(folder, f"straight-{train}", **changes)
+    name = f"{train}-{len(method)}"
+    straight = trainer_of(folder, f"straight-{name}", **changes)
     assert straight.run(6)
-    first = trainer_of(folder, f"split-{train}", **changes)
+    first = trainer_of(folder, f"split-{name}", **changes)
     assert first.run(3)
     saved = first.save()
-    second = trainer_of(folder, f"split-{train}", **changes)
+    second = trainer_of(folder, f"split-{name}", **changes)
     second.resume(saved)
     assert second.next_iteration == 3
     assert second.run(6)

@@ -86,7 +86,8 @@ class Trainer:
         self._check_stop()
         alone = parts.accelerator.num_processes == 1  # others may have another number of batches: they agree here only
         between = self._check_stop if alone else lambda: None
-        self.metrics.add("calls/probe", probe(parts, moment, between))
+        with self._sampling_weights():
+            self.metrics.add("calls/probe", probe(parts, moment, between))
         prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
         rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
         accelerator = parts.accelerator
