@@ -43,6 +43,7 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
     advantages = torch.stack(columns, 1)
     _log(parts, metrics, scores.names, values, signal, advantages, ids)
+    metrics.add("sample/contrast", trajectory.media.flatten(1).std(1, correction=0))
     share, gate = getattr(choices.objective, "kl_gate", 1.0), None
     if share < 1:
         doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)

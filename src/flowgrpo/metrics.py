@@ -42,6 +42,7 @@ MEANINGS: dict[str, str] = {
     "ratio/mean/<place>": "The same by window step, or by number of the level.",
     "ratio/spread": "Mean |log ratio|: how far the policy is from the one that sampled, in units of the clip range.",
     "ratio/spread/<place>": "The same by window step, or by number of the level.",
+    "sample/contrast": "Mean standard deviation of a sample's pixel values, in [0, 0.5]; far from the start's, pictures break.",
     "samples": "Samples of the iteration, over all processes.",
     "score/<name>/mean": "Mean of a reward model's raw scores over the valid samples; unit as the model declares.",
     "score/<name>/missing": "Samples that this reward model gave no score; they do not train.",
