@@ -70,10 +70,13 @@ def one_run(path: Path, seed: int, args: argparse.Namespace) -> None:
     from study_run import run
 
     torch.set_num_threads(args.threads)
-    line = json.dumps({**run(path, seed, args), "study": settings(args)}) + "\n"
+    finished = run(path, seed, args)
+    line = json.dumps({**finished, "study": settings(args)}) + "\n"
     log = os.open(args.out / "runs.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(log, line.encode())
     os.close(log)
+    end = finished["points"][-1]
+    print(f"{path.stem} seed {seed} finished: {end['seconds']:.0f} s, {end['samples']} samples, rise of gold {end['rise']}")
 
 
 def run_all(runs: list[tuple[Path, int]], args: argparse.Namespace, argv: list[str]) -> bool:

@@ -62,8 +62,8 @@ def markdown(runs: Sequence[Run]) -> str:
         f"{table(runs)}\n\nAll rewards, mean of seeds:\n\n{rewards(runs)}\n\n"
         f"Budget of a run: {budget} of iterations, {study['threads']} thread(s), constant learning rate. Measured on "
         f"{end['num_prompts']} held-out prompts ({end['num_captions']} captions) after the last iteration; diversity is that "
-        f"of {study['diversity_samples']} samples of {study['diversity_prompts']} prompts. The lowest bound is that of the worst "
-        f"seed's 95 % interval. Commit: {', '.join(sorted({one['commit'] for one in runs}))}.\n"
+        f"of {study['diversity_samples']} samples of {study['diversity_prompts']} prompts. The lowest bound is that of the "
+        f"worst seed's 95 % interval. Commit: {', '.join(sorted({one['commit'] for one in runs}))}.\n"
     )
 
 
@@ -98,7 +98,7 @@ def table(runs: Sequence[Run]) -> str:
             recipe, f"{mean(end['iterations'] for end in ends):.0f}", f"{mean(end['samples'] for end in ends):.0f}",
             f"{mean(rises):+.3f}", f"{stdev(rises):.3f}" if len(rises) > 1 else "-", ", ".join(f"{r:+.3f}" for r in rises),
             f"{min(_nan(end['rise_low']) for end in ends):+.3f}",
-            *(f"{ratio:.2f}" for ratio in ratios), *(f"{100 * change:+.0f} %" for change in changes),
+            *(f"{ratio:.2f}" for ratio in ratios), *("-" if math.isnan(c) else f"{100 * c:+.0f} %" for c in changes),
         ])  # fmt: skip
     return _markdown_table(header, lines)
 
