@@ -31,7 +31,11 @@ def write(runs: Sequence[Run], out: Path) -> str:
 
 
 def rows(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """One row a run and mark; the columns of what is measured at the end only are None before."""
+    """One row a run and mark; the columns of what is measured at the end only are None before.
+
+    `calls` are the network's denoising steps of rollout, replay and probe, summed over samples. Names such as
+    ``reward/clip/before`` hold means; ``/low`` and ``/high`` bound the rise, with 95 %.
+    """
     found = []
     for one in runs:
         about = {"recipe": one["recipe"], "seed": one["seed"], "commit": one["commit"], "gold": one["gold"]}

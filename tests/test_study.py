@@ -181,7 +181,8 @@ def test_a_tiny_study_runs_from_the_command_line_and_only_once(tmp_path: Path, m
     for name in [*measured, "diversity/clip_distance", "diversity/pixel_std"]:
         assert row[f"{name}/before"] is not None
         assert row[f"{name}/after"] is not None
-    assert row["rise"] == row["reward/red/after"] - row["reward/red/before"] != 0
+    assert row["rise"] != 0
+    assert row["rise"] == pytest.approx(row["reward/red/after"] - row["reward/red/before"], abs=1e-9)
     assert (tmp_path / "study" / "study.png").is_file()
     again = run_study(tmp_path, *command)
     assert (again.returncode, again.stdout) == (0, done.stdout[-len(again.stdout) :])
