@@ -151,7 +151,10 @@ def test_what_has_no_effect_is_refused_when_the_config_is_read(folder, changes, 
 
 
 GEOMETRY = [
-    ({"samples": {"use": "extremes", "best": 3, "worst": 2}}, r"samples.best \+ samples.worst = 5 must be at most group_size=4"),
+    (
+        {"samples": {"use": "extremes", "best": 3, "worst": 2}},
+        "samples.worst = 5 must be at most group_size=4",
+    ),
     ({"samples": {"use": "extremes", "best": 2}, "optimizer__updates_per_iteration": 4}, "their 6 samples must split into"),
     *(
         ({"objective": name}, f"{OBJECTIVES[name].__name__} compares the samples of a group.*of 4, got 3")

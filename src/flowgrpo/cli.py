@@ -175,6 +175,9 @@ def evaluate_command(
         typer.echo(f"written to {target}")
 
 
+OWN_ERRORS = (("scoring", "RewardError"), ("health", "Unhealthy"))  # asked for only if the module is loaded: it is slow
+
+
 @contextmanager
 def _reported(debug: bool) -> Iterator[None]:
     """Faults that a user can mend become red lines and exit code 2; anything else is ours and is shown whole."""
@@ -189,9 +192,8 @@ def _reported(debug: bool) -> Iterator[None]:
 
 
 def _is_the_users(error: Exception) -> bool:
-    scoring = sys.modules.get("flowgrpo.scoring")
-    rewards = (scoring.RewardError,) if scoring else ()
-    return isinstance(error, (ValueError, ImportError, OSError, FloatingPointError, *rewards))
+    own = [getattr(sys.modules.get(f"flowgrpo.{module}"), name, ValueError) for module, name in OWN_ERRORS]
+    return isinstance(error, (ValueError, ImportError, OSError, FloatingPointError, *own))
 
 
 def _load(path: Path, overrides: list[str] | None) -> "RunConfig":

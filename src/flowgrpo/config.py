@@ -27,6 +27,7 @@ FOREIGN_NAMES = {
     "gradient_accumulation_steps": "optimizer.micro_batch_size",
     "max_grad_norm": "optimizer.max_grad_norm",
 }
+Above0 = Annotated[float, Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -39,9 +40,7 @@ class Section(BaseModel):
 
 class LoraConfig(Section):
     rank: Positive = Field(default=16, description="Rank of the update matrices.")
-    alpha: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Update scale is alpha / rank; default 2 × rank."
-    )
+    alpha: Above0 | None = Field(default=None, description="Update scale is alpha / rank; default 2 × rank.")
     targets: list[str] | None = Field(
         default=None, description="Module names that get an adapter; default: attention projections."
     )
@@ -112,18 +111,16 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
     weight: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Share in the signal; 0 makes it a monitor.")
     batch_size: Positive = Field(default=64, description="Samples scored at once.")
-    timeout_s: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Seconds a batch may take; null: no limit."
-    )
+    timeout_s: Above0 | None = Field(default=None, description="Seconds a batch may take; null: no limit.")
     retries: Annotated[int, Field(ge=0)] = Field(default=0, description="How often a failed batch is tried again.")
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Learning rate of AdamW (MixGRPO, full weights: 1e-5).")
+    lr: Above0 = Field(default=1e-5, description="Learning rate of AdamW (MixGRPO, full weights: 1e-5).")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's decay rates.")
-    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon; gradients are near 1e-3 here.")
+    eps: Above0 = Field(default=1e-8, description="AdamW's epsilon; gradients are near 1e-3 here.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=1e-4, description="Decoupled weight decay.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradients are scaled down to this norm.")
+    max_grad_norm: Above0 = Field(default=1.0, description="Gradients are scaled down to this norm.")
     warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="Iterations of linear warm-up.")
     decay: Fraction = Field(default=0.0, description="Last share of the run over which the rate falls linearly to 0.")
     updates_per_iteration: Positive = Field(default=2, description="Optimizer steps per rollout, each on an equal part of it.")
@@ -151,6 +148,16 @@ class EvaluationConfig(Section):
         description="Share of the steps, from the noisiest, that the tuned model makes; its base makes the rest. Null: all.",
     )
     gold: str | None = Field(default=None, description="The reward, by name, that the run is judged by; default: the first.")
+
+
+class HealthConfig(Section):
+    then: Literal["warn", "stop", "nothing"] = Field(default="warn", description="After a sign of breaking; stop saves first.")
+    moved: Above0 = Field(default=0.02, description="Most change of the velocity in an iteration, in matching errors.")
+    spread: Above0 = Field(default=1.0, description="Most |log ratio| of an iteration, in clip ranges.")
+    kl_old: Above0 = Field(default=10.0, description="Most divergence of an iteration, in thresholds (dppo).")
+    fall: Above0 = Field(default=0.5, description="Most fall of a weighted score, in standard deviations at the start.")
+    error: Above0 = Field(default=3.0, description="Most matching error, in those of the start.")
+    contrast: Above0 = Field(default=2.0, description="Most contrast of samples in those of the start, or its inverse.")
 
 
 class CheckpointConfig(Section):
@@ -197,6 +204,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 

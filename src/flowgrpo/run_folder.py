@@ -13,7 +13,7 @@ from flowgrpo.config import RunConfig, dump_config
 
 # What a resumed run may change: how long it is, how much it does at once, how carefully it steps, what it writes.
 FREE_TO_CHANGE = (
-    r"iterations|name|output_dir|(checkpoint|logging)\..*|evaluation\.(every|watch_prompts|batch_size)"
+    r"iterations|name|output_dir|(checkpoint|logging|health)\..*|evaluation\.(every|watch_prompts|batch_size)"
     r"|sampler\.batch_size|optimizer\.(lr|max_grad_norm|micro_batch_size|decay)|objective\.clip_range"
     r"|rewards\.\d+\.(batch_size|timeout_s|retries)"
 )

@@ -159,6 +159,7 @@ def run_loop(trainer: Trainer, watch: Watch, console: Console) -> bool:
     config = trainer.config
     rewards = [r.name for r in config.rewards]
     trainer.on_samples, trainer.on_end = _sample_saver(trainer), watch.at
+    trainer.on_sign = lambda k, message: console.print(f"[yellow]iteration {k}: {escape(message)}[/]")
     columns = (
         TextColumn("iteration"),
         MofNCompleteColumn(),

@@ -1,6 +1,7 @@
 """The loop: prompts, trajectory, scores, signal, advantages, loss, update."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,8 +14,9 @@ from flowgrpo.build import Parts, when
 from flowgrpo.credit import credit, gathered, learnt_rows
 from flowgrpo.data import rank_slice
 from flowgrpo.gradients import PlaceGradients
+from flowgrpo.health import Unhealthy, health_of
 from flowgrpo.losses import Losses, micro_batches
-from flowgrpo.metrics import Metrics
+from flowgrpo.metrics import Metrics, read
 from flowgrpo.probe import probe
 from flowgrpo.rollout import Noise, Row, Trajectory, rollout
 from flowgrpo.scoring import RewardError, Scores
@@ -38,6 +40,8 @@ class Trainer:
         self.stop_asked = False
         self.on_samples: Callable[[int, Trajectory, Scores], None] = lambda *_: None
         self.on_end: Callable[[int], Mapping[str, float]] = lambda _: {}
+        self.on_sign: Callable[[int, str], None] = lambda k, message: warnings.warn(f"iteration {k}: {message}", stacklevel=2)
+        self.health = health_of(self.config, parts.choices.objective)
 
     def run(self, until: int, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> bool:
         """Iterate up to `until`, saving on the way. Returns False when it was stopped early, after saving."""
@@ -55,6 +59,7 @@ class Trainer:
                 raise
             self.next_iteration += 1
             after(self.next_iteration - 1, values)
+            self._look(values)
             every = self.config.checkpoint.every
             stopping = self._agreed_stop() and self.next_iteration < until
             if stopping or (every and self.next_iteration % every == 0):
@@ -78,6 +83,17 @@ class Trainer:
             self._follow(k)
         self.metrics.update(self.on_end(k))
         return self._finish(k, trajectory)
+
+    def _look(self, values: Mapping[str, float]) -> None:
+        """Say what is wrong with the iteration just done; save and raise Unhealthy where the config says so."""
+        then = self.config.health.then
+        signs = self.health.look(values)
+        if signs and then == "stop":
+            self.save()
+            raise Unhealthy(f"iteration {self.next_iteration - 1}: {'; '.join(signs)} (health.then: stop; the run was saved)")
+        if then == "warn" and self.parts.accelerator.is_main_process:
+            for message in signs:
+                self.on_sign(self.next_iteration - 1, message)
 
     def rollout(self, k: int) -> Trajectory:
         """This process's share of the iteration's samples."""
@@ -138,6 +154,10 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint. Raises ValueError when it does not fit this run."""
         self.next_iteration = run_state.load(self.parts, folder)
+        if self.metrics.path.is_file():
+            for row in read(self.metrics.path):
+                if row["iteration"] < self.next_iteration:
+                    self.health.look({name: float(value) for name, value in row.items()})
 
     def _average_gradients(self) -> None:
         accelerator = self.parts.accelerator

@@ -37,7 +37,9 @@ class Dppo(Regularised):
             raise ValueError(
                 "objective.threshold must be given with reduce=sum, for which none is usual; set one, or use the mean"
             )
-        if self.threshold is not None and not self.threshold > 0:
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", USUAL_THRESHOLD)
+        elif not self.threshold > 0:
             raise ValueError(f"objective.threshold must be above 0, got {self.threshold}")
 
     def __call__(self, step: StepBatch) -> tuple[Float[Tensor, " b"], Stats]:
@@ -46,7 +48,7 @@ class Dppo(Regularised):
         far = reduce_coordinates((step.mean.detach() - step.old_mean) ** 2, self.reduce) / (2 * step.std**2)
         difference = log_ratio(step.log_prob, step.old_log_prob)
         ratio, advantage = difference.exp(), self.advantage(step)
-        threshold = USUAL_THRESHOLD if self.threshold is None else self.threshold
-        dropped = (far >= threshold) & (difference.detach() * advantage > 0)
+        assert self.threshold is not None
+        dropped = (far >= self.threshold) & (difference.detach() * advantage > 0)
         stats = {**ratio_stats(difference), "dropped": dropped.float(), "kl_old": far}
         return self.with_kl(-ratio * advantage * (~dropped).to(ratio.dtype), stats, step)
