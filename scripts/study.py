@@ -4,8 +4,8 @@
     python scripts/study.py configs/shapes/{awm,mixgrpo}.yaml --samples 20000 --jobs 2 --out runs/study
     python scripts/study.py --report --out runs/study
 
-Every run has its config's settings but for a constant learning rate (so that each point of a curve is what a run of that
-length would give), and stops when its iterations have taken the seconds, or drawn the samples; evaluation never counts.
+Every run has its config's settings, its learning rate falling with the share of the budget that is spent, and stops when its
+iterations have taken the seconds, or drawn the samples; evaluation never counts.
 At the end gold, the other rewards and the canaries are measured on `--prompts` held-out prompts, on the same pictures' noise
 before and after, and the diversity on several samples of a few prompts: mean cosine distance of CLIP embeddings, mean
 standard deviation of a pixel. After the equal shares of the budget in between, gold alone, on the first `--watch` prompts.

@@ -64,7 +64,7 @@ def markdown(runs: Sequence[Run]) -> str:
     budget = f"{study['seconds']:g} {seconds}" if study["samples"] is None else f"{study['samples']} samples"
     return (
         f"{table(runs)}\n\nAll rewards, mean of seeds:\n\n{rewards(runs)}\n\n"
-        f"Budget of a run: {budget} of iterations, {study['threads']} thread(s), constant learning rate. Measured on "
+        f"Budget of a run: {budget} of iterations, {study['threads']} thread(s). Measured on "
         f"{end['num_prompts']} held-out prompts ({end['num_captions']} captions) after the last iteration; diversity is that "
         f"of {study['diversity_samples']} samples of {study['diversity_prompts']} prompts. The lowest bound is that of the "
         f"worst seed's 95 % interval. Commit: {', '.join(sorted({one['commit'] for one in runs}))}.\n"

@@ -38,7 +38,7 @@ transformers_logging.disable_progress_bar()
 
 def configured(path: Path, seed: int, args: argparse.Namespace) -> RunConfig:
     """The recipe with what the study sets."""
-    fixed = [f"seed={seed}", "iterations=5000", "optimizer.decay=0", "checkpoint.every=0", "logging.samples_every=0"]
+    fixed = [f"seed={seed}", "iterations=5000", "checkpoint.every=0", "logging.samples_every=0"]
     fixed += [f"name={path.stem}-{seed}", f"output_dir={json.dumps(str(args.out))}", "logging.trackers=[]"]
     if args.heldout is not None:
         fixed.append(f"prompts.heldout={json.dumps(str(args.heldout.resolve()))}")
@@ -126,9 +126,10 @@ def run(path: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     metrics.unlink(missing_ok=True)  # of a run that was broken off
     trainer = Trainer(judge.parts, Metrics(metrics))
     captions, points, tuned = [prompt.text for prompt in judge.prompts], [], base
+    signs: list[Any] = []
     spent: dict[str, float] = {"seconds": 0.0, "iterations": 0, "samples": 0, "calls": 0}
     for mark in range(1, args.marks + 1):
-        _train(trainer, spent, args, mark / args.marks)
+        _train(trainer, spent, signs, args, mark / args.marks)
         watched = len(captions) if mark == args.marks else min(args.watch, len(captions))
         tuned = judge.scores(judge.prompts[:watched])
         rise = paired_rise(base.column(config.gold)[:watched], tuned.column(config.gold), captions[:watched])
@@ -138,7 +139,7 @@ def run(path: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
             f"rise {rise.rise:+.3f} ({rise.low:+.3f} to {rise.high:+.3f}) on {rise.num_prompts} prompts",
             flush=True,
         )
-    return {"recipe": path.stem, "seed": seed, "gold": config.gold, "commit": commit(), "points": points,
+    return {"recipe": path.stem, "seed": seed, "gold": config.gold, "commit": commit(), "points": points, "signs": signs,
             "end": _end(judge, base, tuned, load(base_folder(config, args) / "diversity"))}  # fmt: skip
 
 
@@ -157,13 +158,15 @@ def _changes(base: Evaluation, tuned: Evaluation, prompts: Sequence[Prompt]) -> 
     return {name: paired_rise(base.column(name), tuned.column(name), captions).as_json() for name in base.names}
 
 
-def _train(trainer: Trainer, spent: dict[str, float], args: argparse.Namespace, share: float) -> None:
-    """Iterate until this share of the budget is spent."""
+def _train(trainer: Trainer, spent: dict[str, float], signs: list[Any], args: argparse.Namespace, share: float) -> None:
+    """Iterate until this share of the budget is spent; what the run's health says goes into `signs`."""
     unit, budget = ("seconds", args.seconds) if args.samples is None else ("samples", args.samples)
+    trainer.progress = lambda _: min(1.0, spent[unit] / budget)
     clock = CLOCKS[args.clock]
     while spent[unit] < budget * share:
         began = clock()
         values = trainer.iteration(trainer.next_iteration)
+        signs += [[trainer.next_iteration, sign] for sign in trainer.health.look(values)]
         spent["seconds"] += clock() - began
         trainer.next_iteration += 1
         spent["iterations"] += 1

@@ -89,7 +89,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_one_by_one(tmp_path):
     expected = dict(zip(names, torch.autograd.grad(loss, list(parts.trained.values())), strict=True))
     parts.optimizer.step = lambda: None
     parts.optimizer.zero_grad = lambda **_: None
-    trainer.update(Losses(parts, trajectory, advantages, trainer.metrics), range(8), first=True)
+    trainer.update(Losses(parts, trajectory, advantages, trainer.metrics), range(8), number=0)
     for name in names:
         torch.testing.assert_close(parts.trained[name].grad, expected[name], rtol=1e-4, atol=1e-7)
 

@@ -66,7 +66,7 @@ def test_divergences_from_the_old_means_are_taken_at_each_transitions_own_std(fo
     trainer = trainer_of(folder, objective=objective, sampler__transition=transition, sampler__window="all")
     trajectory = trainer.rollout(0)
     losses = Losses(trainer.parts, trajectory, torch.ones(8, 4), trainer.metrics)
-    trainer.update(losses, range(8), first=True)
+    trainer.update(losses, range(8), number=0)
     for step in trajectory.dynamics.window:
         batch = losses.step_batch([0, 5], step, first=False)
         c = trajectory.dynamics.transition.coefficients(trajectory.dynamics.grid.sigmas, step)
@@ -102,7 +102,7 @@ def test_the_gradient_of_an_objective_of_trajectories_is_that_of_its_samples_one
     parts.optimizer.step = lambda: None
     parts.optimizer.zero_grad = lambda **_: None
     losses = Losses(parts, trajectory, advantages[:, None].expand(8, 3), trainer.metrics)
-    trainer.update(losses, range(8), first=True)
+    trainer.update(losses, range(8), number=0)
     for parameter, gradient in zip(parts.trained.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-7)
 
@@ -127,7 +127,7 @@ def test_the_gradient_of_a_forward_objective_is_the_mean_over_samples_and_levels
     expected = torch.autograd.grad(loss, list(parts.trained.values()))
     parts.optimizer.step = lambda: None
     parts.optimizer.zero_grad = lambda **_: None
-    trainer.update(losses, range(8), first=True)
+    trainer.update(losses, range(8), number=0)
     for parameter, gradient in zip(parts.trained.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6 * max(1.0, float(gradient.abs().max())))
 
@@ -143,7 +143,7 @@ def test_the_gradients_of_steps_and_levels_are_measured_apart_and_add_up(folder,
         parts.optimizer.zero_grad = lambda **_: None
         advantages = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
         losses = Losses(parts, trajectory, advantages, trainer.metrics)
-        trainer.update(losses, range(8), first=True)
+        trainer.update(losses, range(8), number=0)
         grads.append([p.grad.clone() for p in parts.trained.values()])
     for plain, apart in zip(*grads, strict=True):
         torch.testing.assert_close(apart, plain, rtol=1e-4, atol=1e-8)

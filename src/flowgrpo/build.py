@@ -154,12 +154,12 @@ def _check_family(config: RunConfig, choices: Choices) -> None:
     by_step = objective.family == "ratio" and objective.scope == "step"
     if not by_step and not isinstance(choices.step_weights, NoWeights):
         raise ValueError(f"step_weights has no effect on {name}, which has no loss for each window step; remove it")
-    if objective.family == "ratio" and config.levels != RunConfig.model_fields["levels"].default:
+    if objective.family == "ratio" and config.data is None and config.levels != RunConfig.model_fields["levels"].default:
         raise ValueError(f"levels has no effect on {name}, which is trained at the window's steps; remove it")
     idle = [n for n in ("transition", "tail") if getattr(s, n) != SamplerConfig.model_fields[n].default]
     if isinstance(choices.window, NoWindow) and idle:
         raise ValueError(f"sampler.{idle[0]} has no effect without a window; remove it, or choose a window")
-    if objective.family == "forward":
+    if objective.family == "forward" or config.data is not None:
         sigmas = choices.schedule.sigmas(s.num_steps) or shifted_sigmas(s.num_steps)
         choices.levels.at(when(config, 0), sigmas)
 

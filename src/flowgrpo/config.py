@@ -4,7 +4,6 @@ Strings that begin with ``./`` or ``../`` are paths and are resolved against the
 """
 
 import difflib
-import re
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flowgrpo.slots import Slot, nearest
+from flowgrpo.yaml_input import apply_override, read_mapping
 
 # What other trainers call our settings, for the hint in an error.
 FOREIGN_NAMES = {
@@ -150,6 +150,12 @@ class EvaluationConfig(Section):
     gold: str | None = Field(default=None, description="The reward, by name, that the run is judged by; default: the first.")
 
 
+class DataConfig(Section):
+    latents: str = Field(description="Clean latents and their prompts (.safetensors; scripts/encode_data.py).")
+    weight: Above0 = Field(description="Weight of their flow-matching loss.")
+    samples: Positive = Field(default=8, description="How many of them in each update, per process.")
+
+
 class HealthConfig(Section):
     then: Literal["warn", "stop", "nothing"] = Field(default="warn", description="After a sign of breaking; stop saves first.")
     moved: Above0 = Field(default=0.02, description="Most change of the velocity in an iteration, in matching errors.")
@@ -201,6 +207,7 @@ class RunConfig(Section):
     reference: Slot = Field(default=Slot(use="start"), description="Where KL is measured from: start, average, reset.")
     samples: Slot = Field(default=Slot(use="all"), description="Samples of a group that are learnt from: all, extremes.")
     step_weights: Slot = Field(default=Slot(use="none"), description="Share of each window step in the loss: none, equal, ...")
+    data: DataConfig | None = Field(default=None, description="Flow matching on data beside the objective.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -219,39 +226,14 @@ class RunConfig(Section):
         return Path(self.output_dir) / self.name
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may not come twice and 1e-4 is a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"line {node.start_mark.line + 1}: key {key!r} comes twice; keep one")
-        return super().construct_mapping(node, deep=deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a YAML file, apply ``a.b=value`` overrides (values are YAML), check everything.
 
     Raises ValueError with one line per fault: where it is, what must hold, what was got.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must be a mapping of settings, got {type(raw).__name__}")
-    raw = _resolve_paths(raw, path.resolve().parent)
+    raw = read_mapping(Path(path))
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     return parse_config(raw)
 
 
@@ -266,50 +248,6 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def _resolve_paths(value: Any, folder: Path) -> Any:
-    if isinstance(value, dict):
-        return {k: _resolve_paths(v, folder) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_resolve_paths(v, folder) for v in value]
-    if isinstance(value, str) and value.startswith(("./", "../")):
-        return str((folder / value).resolve())
-    return value
-
-
-def _apply(raw: dict[str, Any], override: str) -> None:
-    name, separator, text = override.partition("=")
-    if not separator or not name:
-        raise ValueError(f"an override must look like key=value (sampler.num_steps=10), got {override!r}")
-    try:
-        value = _resolve_paths(yaml.load(text, _StrictLoader), Path.cwd())
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"override {name}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from error
-    *parents, last = name.split(".")
-    here: Any = raw
-    for part in parents:
-        here = _child(here, part, name)
-        if isinstance(here, str):
-            raise ValueError(f"override {name}: {part!r} is {here!r}; give it as a mapping, {part}={{use: {here}, ...}}")
-        if not isinstance(here, dict | list):
-            raise ValueError(f"override {name}: {part!r} is {here!r} and has no parts; give it as a mapping, {part}={{...}}")
-    if isinstance(here, list):
-        _child(here, last, name)
-        here[int(last)] = value
-    else:
-        here[last] = value
-
-
-def _child(here: Any, part: str, name: str) -> Any:
-    if isinstance(here, list):
-        if not part.isdigit() or int(part) >= len(here):
-            raise ValueError(f"override {name}: {part!r} must be a position below {len(here)}")
-        return here[int(part)]
-    if isinstance(here, dict):
-        here[part] = {} if here.get(part) is None else here[part]
-        return here[part]
-    return here
 
 
 def _explain(error: Any) -> str:

@@ -23,6 +23,7 @@ MEANINGS: dict[str, str] = {
     "calls/rollout": "Denoising steps of the rollout, summed over samples and processes; guidance makes two passes of each.",
     "clip_fraction/high": "Share of ratios held back by the upper end of the clip range.",
     "clip_fraction/low": "Share of ratios held back by the lower end of the clip range.",
+    "data_loss": "Matching error on the data of the config's data section, at the trained levels, before its weight.",
     "dropped": "Share of (sample, step) pairs left out because the policy has gone far enough there (dppo).",
     "eval/<name>/mean": "Mean score on held-out prompts with the evaluation sampler; unit as the model declares.",
     "grad_norm": "Norm of the gradient over all trained weights before it is limited, mean over the updates.",

@@ -49,6 +49,7 @@ class Policy:
         self.scheduler = mdp_scheduler(pipeline.scheduler)
         self._call = families.pipeline_call(pipeline)
         self._copies, self._guidance = families.copies_argument(pipeline), families.guidance_argument(pipeline)
+        self.latent_shape: tuple[int, ...] | None = None  # of a sample at the conditions' size, once the pipeline has run
         self._start: Tensor | None = None
         self._encoded: OrderedDict[str, Any] = OrderedDict()
         self._check_conditions()
@@ -180,6 +181,7 @@ class Policy:
     def _prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
         made = self._own_prepare(*args, **kwargs)
         latents, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        self.latent_shape = tuple(latents.shape[1:])
         latents = latents.float() if self._start is None else self._start.to(latents.device)
         return latents if rest is None else (latents, *rest)
 

@@ -13,6 +13,7 @@ from flowgrpo.adapters import gradient_norm, swapped
 from flowgrpo.build import Parts, when
 from flowgrpo.credit import credit, gathered, learnt_rows
 from flowgrpo.data import rank_slice
+from flowgrpo.data_loss import data_loss
 from flowgrpo.gradients import PlaceGradients
 from flowgrpo.health import Unhealthy, health_of
 from flowgrpo.losses import Losses, micro_batches
@@ -38,9 +39,11 @@ class Trainer:
         self.parts, self.config, self.metrics = parts, parts.config, metrics
         self.next_iteration = 0
         self.stop_asked = False
+        self.progress: Callable[[int], float] = lambda k: k / self.config.iterations  # the share of the run that is done
         self.on_samples: Callable[[int, Trajectory, Scores], None] = lambda *_: None
         self.on_end: Callable[[int], Mapping[str, float]] = lambda _: {}
         self.on_sign: Callable[[int, str], None] = lambda k, message: warnings.warn(f"iteration {k}: {message}", stacklevel=2)
+        self.data = data_loss(parts)
         self.health = health_of(self.config, parts.choices.objective)
 
     def run(self, until: int, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> bool:
@@ -121,19 +124,23 @@ class Trainer:
         slices = list(micro_batches(rows, len(rows) // updates))
         losses.remember([batch for part in slices[1:] for batch in micro_batches(part, count)])
         for number, part in enumerate(slices):
-            self.update(losses, part, first=number == 0)
+            self.update(losses, part, number)
 
-    def update(self, losses: Losses, rows: Sequence[int], first: bool) -> None:
+    def update(self, losses: Losses, rows: Sequence[int], number: int) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and steps or levels, then averaged."""
         parts, every = self.parts, self.config.logging.gradients_every
+        first = number == 0
         watched = first and every and self.next_iteration % every == 0
-        for number, batch in enumerate(micro_batches(rows, self.config.optimizer.micro_batch_size)):
-            gradients = PlaceGradients(parts.trained) if watched and number == 0 else None
+        for batch in micro_batches(rows, self.config.optimizer.micro_batch_size):
+            gradients, watched = (PlaceGradients(parts.trained) if watched else None), False
             for loss, place in losses.of(batch, first):
                 with nullcontext() if gradients is None else gradients.of(place):
                     (loss / len(rows)).backward()
             if gradients is not None:
                 self.metrics.update(gradients.stats())
+        if self.data is not None:
+            for loss in self.data.pieces(losses.trajectory.noise.iteration, number, self.metrics):
+                loss.backward()
         self._average_gradients()
         norm = gradient_norm(parts.trained, self.config.optimizer.max_grad_norm)
         if not norm < float("inf"):
@@ -167,9 +174,9 @@ class Trainer:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
 
     def _set_learning_rate(self, k: int) -> None:
-        optimizer, total = self.config.optimizer, self.config.iterations
+        optimizer = self.config.optimizer
         warm = min(1.0, (k + 1) / (optimizer.warmup + 1))
-        decay = min(1.0, (total - k) / (optimizer.decay * total)) if optimizer.decay else 1.0
+        decay = min(1.0, (1 - self.progress(k)) / optimizer.decay) if optimizer.decay else 1.0
         for group in self.parts.optimizer.param_groups:
             group["lr"] = optimizer.lr * warm * decay
         self.metrics.add("lr", optimizer.lr * warm * decay)
