@@ -31,7 +31,7 @@ class Limits:
     moved: float = 0.02
     spread: float = 1.0
     kl_old: float = 10.0
-    fall: float = 0.5
+    fall: float = 0.7
     error: float = 3.0
     contrast: float = 2.0
 
