@@ -137,7 +137,7 @@ def test_the_gradients_of_steps_and_levels_are_measured_apart_and_add_up(folder,
     changes = {} if name == "clipped_ratio" else {"sampler__window": ODE, "sampler__group_noise": "distinct"}
     grads = []
     for every in (0, 1):
-        trainer = trainer_of(folder, objective=name, logging__gradients_every=every, optimizer__max_grad_norm=1e9, **changes)
+        trainer = trainer_of(folder, objective=name, logging__watch_every=every, optimizer__max_grad_norm=1e9, **changes)
         parts, trajectory = trainer.parts, trainer.rollout(0)
         parts.optimizer.step = lambda: None
         parts.optimizer.zero_grad = lambda **_: None
@@ -160,6 +160,30 @@ def test_the_gradients_of_steps_and_levels_are_measured_apart_and_add_up(folder,
     for place, norm in norms.items():
         assert values[f"grad_norm/{place}"] == pytest.approx(norm, rel=1e-3)
         assert values[f"grad_share/{place}"] == pytest.approx(norm / sum(norms.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_how_far_the_policy_goes_in_an_iteration_is_watched_for_every_objective(folder, name):
+    trainer = forward_trainer(folder, name, optimizer__micro_batch_size=4, logging__watch_every=2)
+    spy = spied(trainer)
+    watched, unwatched = [], not OBJECTIVES[name]().needs_old
+    for k in range(3):
+        before = {n: p.detach().clone() for n, p in trainer.parts.trained.items()}
+        spy.seen.clear()
+        values = trainer.iteration(k)
+        trainer.next_iteration += 1
+        assert ("moved" in values) is not (unwatched and k == 1)
+        watched.append((before, values))
+    before, values = watched[-1]
+    last = spy.seen[4] if OBJECTIVES[name]().scope == "level" else spy.seen[1][0]  # the second update's first level
+    with swapped(trainer.parts.trained, before):
+        level = trainer.parts.policy.level(trainer.parts.grid, last.new.sigma)
+        prompts = [trainer.parts.prompts[i] for i in last.groups.tolist()]
+        old = trainer.parts.policy.predict(prompts, last.new.x, level).v
+    moved = ((last.new.v.detach() - old) ** 2).mean().item() / 2  # nothing in the first update
+    if unwatched:
+        assert values["moved"] == pytest.approx(moved, rel=1e-3)
+    assert moved > 0
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -162,7 +162,13 @@ CUT = {"group_size": 6, "sampler__batch_size": 1}  # of three processes the midd
 LATE = {"sampler__window": {"use": "frozen", "size": 2, "start": 1}}
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {**ALONE, **LATE}), (3, {**CUT, **LATE})])
+GROUPS = {  # what compares the samples of a group, beside a reference that moves with the mean KL of all processes
+    "objective": {"use": "dgpo", "kl": 0.1}, "reference": {"use": "reset", "above": 1e-9},
+    "levels": {"use": "uniform", "count": 2}, "optimizer__micro_batch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {**ALONE, **LATE}), (3, {**CUT, **LATE}), (2, GROUPS)])
 def test_several_processes_make_the_samples_and_the_update_of_one(folder, tmp_path, world, changes):
     outcomes = {}
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}

@@ -176,8 +176,8 @@ class LoggingConfig(Section):
     samples_every: Annotated[int, Field(ge=0)] = Field(
         default=50, description="Iterations between saved sample sheets; 0: none."
     )
-    gradients_every: Annotated[int, Field(ge=0)] = Field(
-        default=10, description="Iterations between measurements of each step's gradient, which hold a second one; 0: none."
+    watch_every: Annotated[int, Field(ge=0)] = Field(
+        default=10, description="Iterations between looks at each step's gradient, which hold a second one; 0: none."
     )
 
 

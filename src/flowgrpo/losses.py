@@ -14,7 +14,7 @@ from flowgrpo.metrics import Metrics
 from flowgrpo.objectives import ForwardBatch, StepBatch
 from flowgrpo.rollout import StepScore, Trajectory, replay
 from flowgrpo.schedule import Grid
-from flowgrpo.transitions import Prediction
+from flowgrpo.transitions import Prediction, reduce_coordinates
 
 Rows = tuple[int, ...]  # of a trajectory
 BY_PLACE = ("ratio/mean", "ratio/spread", "moved")  # what is logged by window step or level too
@@ -52,13 +52,19 @@ class Losses:
         by_scope = {"trajectory": self._over_trajectory, "step": self._over_steps, "sample": self._over_sample}
         return by_scope.get(self.parts.choices.objective.scope, self._over_levels)(batch, first)
 
-    def remember(self, batches: Sequence[Rows]) -> None:
-        """Keep what the weights predict for micro-batches that are learnt from only after the next update."""
-        choices = self.parts.choices
-        if choices.objective.family == "forward" and choices.objective.needs_old and self.parts.old is None:
-            for batch in batches:
-                noised = (self._noised(batch, number) for number in range(choices.levels.count))
-                self.remembered[batch] = [self._predict(batch, x, level).v for _, _, x, level in noised]
+    def remember(self, batches: Sequence[Rows], watched: bool) -> None:
+        """Keep what the weights predict for micro-batches that are learnt from only after the next update.
+
+        For an objective that does not ask for it only where the iteration is `watched`, one micro-batch at one level.
+        """
+        objective, count = self.parts.choices.objective, self.parts.choices.levels.count
+        if objective.family != "forward" or self.parts.old is not None:
+            return
+        if not objective.needs_old:
+            batches, count = batches[: int(watched)], 1
+        for batch in batches:
+            noised = (self._noised(batch, number) for number in range(count))
+            self.remembered[batch] = [self._predict(batch, x, level).v for _, _, x, level in noised]
 
     def step_batch(self, rows: Sequence[int], step: int, first: bool) -> StepBatch:
         """What the objective is told of these rows at a window step."""
@@ -112,7 +118,9 @@ class Losses:
     def _over_levels(self, batch: Rows, first: bool) -> Iterator[Piece]:
         count = self.parts.choices.levels.count
         for j in range(count):
-            yield Piece(self._ask(self.forward_batch(batch, j), j).sum() / count, j)
+            told = self.forward_batch(batch, j)
+            self._log_moved(batch, j, told)
+            yield Piece(self._ask(told, j).sum() / count, j)
 
     def _over_sample(self, batch: Rows, first: bool) -> Iterator[Piece]:
         levels = [self.forward_batch(batch, j) for j in range(self.parts.choices.levels.count)]
@@ -125,6 +133,13 @@ class Losses:
         if place is not None:
             self.metrics.update({f"{name}/{place}": stats[name] for name in BY_PLACE if name in stats})
         return loss
+
+    def _log_moved(self, batch: Rows, number: int, told: ForwardBatch) -> None:
+        """How far the policy has gone, for an objective that does not ask for old predictions, in the unit of those that do:
+        the mean over an iteration's updates, which begins with one that has not gone anywhere."""
+        if told.old is None and number == 0 and batch in self.remembered:
+            moved = reduce_coordinates((told.new.v.detach() - self.remembered[batch][0]) ** 2, "mean")
+            self.metrics.update({"moved": torch.cat([moved, torch.zeros_like(moved)])})
 
     def _pull(self, rows: list[int], sigma: float) -> Tensor | None:
         """How much of the pull to the reference counts for these rows at this noise level; None: all of it."""

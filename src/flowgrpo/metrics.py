@@ -35,7 +35,7 @@ MEANINGS: dict[str, str] = {
     "lr": "Learning rate of the last update of the iteration.",
     "matching_error": "Mean squared error of the velocity against noise minus sample, at the trained levels (awm, nft, rwr).",
     "margin": "How far the policy has got the way it is pushed: u times the centred advantage, or the logit (dpo, dgpo, crd).",
-    "moved": "Mean squared difference of the velocity from the old policy's, at the trained levels (awm, nft, vgrpo, crd).",
+    "moved": "Mean squared difference of the velocity from the old policy's, at the trained levels; 0 with one update.",
     "moved/<place>": "The same by number of the level, 0 the first.",
     "ratio/effective": "Share of samples that count under the ratios, (sum r)^2 / (n sum r^2), in a micro-batch; 1 on policy.",
     "ratio/max_gap": "Largest |log ratio| of replay to rollout before the first update; far below the clip range.",

@@ -122,15 +122,14 @@ class Trainer:
         updates, count = self.config.optimizer.updates_per_iteration, self.config.optimizer.micro_batch_size
         rows = learnt_rows(self.parts, losses.advantages)
         slices = list(micro_batches(rows, len(rows) // updates))
-        losses.remember([batch for part in slices[1:] for batch in micro_batches(part, count)])
+        losses.remember([batch for part in slices[1:] for batch in micro_batches(part, count)], self._is_watched())
         for number, part in enumerate(slices):
             self.update(losses, part, number)
 
     def update(self, losses: Losses, rows: Sequence[int], number: int) -> None:
         """One optimizer step on `rows`: gradients are summed over micro-batches and steps or levels, then averaged."""
-        parts, every = self.parts, self.config.logging.gradients_every
-        first = number == 0
-        watched = first and every and self.next_iteration % every == 0
+        parts, first = self.parts, number == 0
+        watched = first and self._is_watched()
         for batch in micro_batches(rows, self.config.optimizer.micro_batch_size):
             gradients, watched = (PlaceGradients(parts.trained) if watched else None), False
             for loss, place in losses.of(batch, first):
@@ -180,6 +179,10 @@ class Trainer:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = optimizer.lr * warm * decay
         self.metrics.add("lr", optimizer.lr * warm * decay)
+
+    def _is_watched(self) -> bool:
+        every = self.config.logging.watch_every
+        return bool(every) and self.next_iteration % every == 0
 
     def _follow(self, k: int) -> None:
         """Let the policy that samples and the reference follow what has been learnt."""
