@@ -29,11 +29,6 @@ class Quantile(Remembers):
 
     scale: Literal["normal", "uniform"] = "normal"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale not in ("normal", "uniform"):
-            raise ValueError(f"signal.scale must be 'normal' or 'uniform', got {self.scale!r}")
-
     def __call__(
         self, values: Float[Tensor, " b k"], group_ids: Int[Tensor, " b"], weights: Float[Tensor, " k"]
     ) -> Float[Tensor, " b"]:
