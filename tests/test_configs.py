@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowgrpo.build import build, choose
+from flowgrpo.build import Choices, build, choose
 from flowgrpo.config import RunConfig, load_config
 from flowgrpo.forecast import forecast
 from flowgrpo.slots import import_object
@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent
 RECIPES = {str(path.relative_to(ROOT / "configs")): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
 METHODS = {
     "shapes": "flow_grpo flow_grpo_fast dance_grpo mixgrpo mixgrpo_flash mixgrpo_flash_star grpo_guard tempflow branch_grpo "
-    "variance_window tic_grpo sequence_mean flow_dppo awm diffusion_nft rwr",
-    "sd3.5-medium": "flow_grpo flow_grpo_fast mixgrpo grpo_guard tempflow",
+    "variance_window tic_grpo sequence_mean flow_dppo awm diffusion_nft vgrpo dgpo crd online_dpo rwr sft",
+    "sd3.5-medium": "flow_grpo flow_grpo_fast mixgrpo grpo_guard tempflow flow_dppo awm diffusion_nft dgpo online_dpo",
     "flux.1-dev": "flow_grpo flow_grpo_fast dance_grpo mixgrpo mixgrpo_flash mixgrpo_flash_star grpo_guard tempflow "
-    "branch_grpo",
+    "branch_grpo vgrpo",
 }
 MIXGRPO = {
     "iterations": 300, "group_size": 12, "prompts_per_iteration": 32, "model.train": "full", "sampler.num_steps": 25,
@@ -37,6 +37,11 @@ FLOW_GRPO = {
 SD35 = {"model.lora.rank": 32, "model.lora.alpha": 64, "sampler.num_steps": 10, "evaluation.num_steps": 40}
 FLUX = {"model.lora.rank": 64, "model.lora.alpha": 128, "sampler.num_steps": 6, "evaluation.num_steps": 28,
         "model.call": {"guidance_scale": 3.5}}  # fmt: skip
+PLAIN = {
+    "model.train": "lora", "model.lora.rank": 32, "model.lora.alpha": 64, "sampler.height": 512, "sampler.width": 512,
+    "sampler.window": {"use": "none"}, "sampler.group_noise": {"use": "distinct"}, "evaluation.num_steps": 40,
+    "prompts_per_iteration": 48, "optimizer.weight_decay": 1e-4, "optimizer.updates_per_iteration": 2,
+}  # fmt: skip
 SIZE_4 = {"use": "progressive", "size": 4, "interval": 25, "stride": 1, "roll_back": True}
 PUBLISHED = {
     "flux.1-dev/mixgrpo.yaml": MIXGRPO | {"sampler.window": SIZE_4, "sampler.tail": None},
@@ -77,6 +82,28 @@ PUBLISHED = {
     | {"optimizer.lr": 1e-4, "step_weights": {"use": "step_size"}, "sampler.guidance_scale": 4.5,
        "advantage": {"use": "group", "clip": 5}, "objective": {"use": "guard", "clip_range": 4e-6, "kl": 0}},
     "sd3.5-medium/tempflow.yaml": {"sampler.window": {"use": "one_step"}, "step_weights": {"use": "noise"}},
+    "sd3.5-medium/flow_dppo.yaml": {
+        "sampler.num_steps": 10, "sampler.window": {"use": "random", "size": 2, "low": 0, "high": 3}, "optimizer.lr": 3e-4,
+        "objective": {"use": "dppo", "threshold": 1e-5, "kl": 0},
+    },
+    "sd3.5-medium/awm.yaml": PLAIN
+    | {"group_size": 16, "sampler.num_steps": 14, "sampler.guidance_scale": 1.0, "optimizer.lr": 3e-4, "levels.count": 6,
+       "objective": {"use": "awm", "weighting": "huber", "power": 0.25, "clip_range": 1e-5, "kl": 1.0},
+       "reference": {"use": "average", "decay": 0.3}},
+    "sd3.5-medium/diffusion_nft.yaml": PLAIN
+    | {"group_size": 16, "sampler.num_steps": 14, "sampler.guidance_scale": 1.0, "optimizer.lr": 1e-4, "levels.count": 4,
+       "levels.low": 0.5, "objective": {"use": "nft", "beta": 1.0, "old_decay": 0.5}},
+    "sd3.5-medium/dgpo.yaml": PLAIN
+    | {"group_size": 24, "prompts_per_iteration": 24, "model.lora.rank": 64, "model.lora.alpha": 128, "optimizer.lr": 3e-4,
+       "sampler.num_steps": 10, "sampler.guidance_scale": 4.5, "evaluation.num_steps": 14,
+       "optimizer.updates_per_iteration": 1, "objective": {"use": "dgpo", "beta": 10, "kl": 0.001}},
+    "sd3.5-medium/online_dpo.yaml": PLAIN
+    | {"group_size": 4, "sampler.num_steps": 40, "sampler.guidance_scale": 1.0, "optimizer.lr": 1e-5,
+       "objective": {"use": "dpo", "beta": 100}, "samples": {"use": "extremes", "best": 1, "worst": 1}},
+    "flux.1-dev/vgrpo.yaml": MIXGRPO
+    | {"iterations": 150, "sampler.window": {"use": "none"}, "sampler.group_noise": {"use": "distinct"},
+       "sampler.transition": {"use": "flow_sde"}, "levels.use": "stratified", "levels.count": 4,
+       "objective.use": "vgrpo", "objective.clip_range": 1e-3},
 }  # fmt: skip
 
 
@@ -85,6 +112,12 @@ def setting(config: RunConfig, name: str) -> Any:
     for part in name.split("."):
         value = value[part]
     return value
+
+
+def whole_groups(choices: Choices, config: RunConfig) -> bool:
+    """Whether groups must lie on one process and in one update."""
+    needed = getattr(choices.objective, "needs_groups", False)
+    return needed or choices.samples.count(config.group_size) < config.group_size
 
 
 def test_every_method_has_its_recipe_and_every_recipe_its_method() -> None:
@@ -107,10 +140,12 @@ def test_a_recipe_is_planned_without_its_pipeline_or_prompts(recipe: str) -> Non
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if not r.startswith("shapes/")])
 def test_a_large_recipe_can_be_shared_by_the_processes_of_its_paper(recipe: str) -> None:
     config = load_config(RECIPES[recipe])
-    for processes in (8, 24 if recipe == "sd3.5-medium/mixgrpo.yaml" else 32):
+    choices, updates = choose(config), config.optimizer.updates_per_iteration
+    for processes in (8,) if whole_groups(choices, config) else (8, 24 if recipe == "sd3.5-medium/mixgrpo.yaml" else 32):
         assert forecast(config, processes).geometry.samples_per_process * processes == config.group_size * (
             config.prompts_per_iteration
         )
+        assert not whole_groups(choices, config) or config.prompts_per_iteration % (processes * updates) == 0
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
