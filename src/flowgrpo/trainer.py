@@ -15,6 +15,7 @@ from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
 from flowgrpo.losses import Losses, micro_batches
 from flowgrpo.metrics import Metrics
+from flowgrpo.missing import missing_scores, signal_of, silent_groups
 from flowgrpo.probe import probe
 from flowgrpo.rollout import Noise, Row, Trajectory, rollout
 from flowgrpo.scoring import RewardError, Scores
@@ -69,7 +70,7 @@ class Trainer:
             with self._timed("rollout"):
                 trajectory = self.rollout(k)
             with self._timed("score"):
-                scores = self.parts.scorer(trajectory.media, trajectory.prompts)
+                scores = self.parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.x0)
             advantages = self.advantages(scores, trajectory)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
@@ -102,12 +103,13 @@ class Trainer:
         """
         parts, choices, window = self.parts, self.parts.choices, trajectory.dynamics.window
         accelerator = parts.accelerator
-        values, ids = self._gather(scores.values), self._gather(trajectory.group_ids)
-        signal = choices.signal(values, ids, parts.scorer.weights)
+        values, asked, ids = (self._gather(part) for part in (scores.values, scores.was_asked, trajectory.group_ids))
+        settled = parts.scorer.settle(values, asked, ids)
+        signal = signal_of(choices.signal, settled, ids, parts.scorer.weights)
         if not signal.isfinite().any():
             raise RewardError(
                 f"iteration {self.next_iteration}: no sample has all its weighted scores, so nothing can be learnt; mend the "
-                f"reward that is missing ({_missing(scores)}), then go on with --resume"
+                f"reward that is missing ({parts.scorer.account(values, asked)}), then go on with --resume"
             )
         samples = range(self.config.group_size)
         columns = []
@@ -116,6 +118,7 @@ class Trainer:
             columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
         advantages = torch.stack(columns, 1)
         self._log_scores(scores.names, values, signal, advantages, ids)
+        self._log_missing(scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
         mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
         return advantages[mine.start : mine.stop].to(accelerator.device)
 
@@ -180,12 +183,18 @@ class Trainer:
             valid = column[~column.isnan()]
             self.metrics.add(f"score/{name}/mean", valid.mean())
             self.metrics.add(f"score/{name}/std", valid.std(correction=0))
-            self.metrics.add(f"score/{name}/missing", column.isnan().sum() / self.parts.accelerator.num_processes)
         self.metrics.add("signal/mean", signal)
         spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
         self.metrics.add("advantage/zero_std_groups", (spread == 0).float())
         self.metrics.add("advantage/abs_mean", advantages.abs())
         self.metrics.add("unique_prompts", len(ids.unique()))
+
+    def _log_missing(self, scores: Scores, missing: Tensor, silent: Tensor, signal: Tensor) -> None:
+        """Counts; those of the whole table are divided by the processes, whose sum is taken."""
+        world = self.parts.accelerator.num_processes
+        for name, lacking, groups in zip(scores.names, missing.sum(0) / world, silent / world, strict=True):
+            self.metrics.update({f"score/{name}/missing": lacking, f"score/{name}/silent_groups": groups})
+        self.metrics.update({"samples/not_finite": scores.not_finite, "samples/no_signal": signal.isnan().sum() / world})
 
     def _finish(self, k: int, trajectory: Trajectory) -> dict[str, float]:
         window = trajectory.dynamics.window
@@ -214,7 +223,3 @@ class Trainer:
         start = time.perf_counter()
         yield
         self.metrics.add(f"seconds/{name}", time.perf_counter() - start)
-
-
-def _missing(scores: Scores) -> str:
-    return ", ".join(f"{n} {int(c.isnan().sum())} of {len(c)}" for n, c in zip(scores.names, scores.values.T, strict=True))
