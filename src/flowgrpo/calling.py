@@ -76,7 +76,7 @@ class Caller:
         kinds = {"cpu", samples.device.type, *(["cuda"] if torch.cuda.is_available() else [])}
         with ExitStack() as modes:
             modes.enter_context(torch.no_grad())
-            for kind in sorted(kinds):
+            for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
                 low = dtype if dtype != torch.float32 else None
                 modes.enter_context(torch.autocast(kind, dtype=low, enabled=low is not None))
             return self.component.model(samples, prompts)
