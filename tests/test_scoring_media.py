@@ -46,11 +46,11 @@ def scores(media, prompts, batch_size=16):
     return Scorer([Component(name, model, 1.0, batch_size) for name, model in models().items()])(media, prompts).values
 
 
-def assert_same(got, wanted):
+def assert_same(got, wanted, **tolerances):
     for column, (name, model) in enumerate(models().items()):
         low, high = model.range
         gap = (got[:, column] - wanted[:, column]).abs().max().item() / max(1.0, high - low)
-        assert gap <= TOLERANCE, (name, gap)
+        assert gap <= tolerances.get(name, TOLERANCE), (name, gap)
 
 
 def test_the_scores_differ_between_pictures_so_that_equal_ones_mean_something():
@@ -67,12 +67,24 @@ def test_a_picture_has_one_score_whatever_its_batch_and_neighbours(batch_size):
     assert_same(scores(media[order], [prompts[i] for i in order], batch_size), whole[order])
 
 
-def test_a_picture_has_one_score_in_float32_and_in_bfloat16_and_as_8_bits():
+def test_the_same_numbers_have_one_score_whatever_their_type_and_range_were():
     media, prompts = pictures()
-    whole = scores(media, prompts)
-    assert_same(scores(from_pipeline_output(media.bfloat16()), prompts), whole)
-    assert_same(scores(from_symmetric((2 * media - 1).bfloat16()), prompts), whole)
-    assert_same(scores(from_uint8(to_uint8(media).movedim(-1, -3)), prompts), whole)
+    coarse = media.bfloat16()
+    assert_same(scores(from_pipeline_output(coarse), prompts), scores(coarse.float(), prompts))
+    assert_same(scores(from_symmetric(2 * media - 1), prompts), scores(media, prompts))
+
+
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        lambda m: from_pipeline_output(m.bfloat16()),
+        lambda m: from_symmetric((2 * m - 1).bfloat16()),
+        lambda m: from_uint8(to_uint8(m).movedim(-1, -3)),
+    ],
+)
+def test_rounding_to_bfloat16_or_to_8_bits_hardly_moves_a_score(rounded):
+    media, prompts = pictures()
+    assert_same(scores(rounded(media), prompts), scores(media, prompts), aesthetic=1e-2)  # its head magnifies: up to 5e-3
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.run_faults import Recorder, outcome, parts_of
 ROOT = Path(__file__).parent.parent
 RED = {"name": "red", "use": "tests.toys:redness"}
 SHAKY = {"name": "shaky", "use": "tests.reward_faults:Silent"}
+pytestmark = pytest.mark.filterwarnings("ignore:reward '.*' (failed|gave no finite score):RuntimeWarning")
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ class Trainer:
         for name, column in zip(names, values.T, strict=True):
             valid = column[~column.isnan()]
             self.metrics.add(f"score/{name}/mean", valid.mean())
-            self.metrics.add(f"score/{name}/std", valid.std(correction=0))
+            self.metrics.add(f"score/{name}/std", valid.std(correction=0) if len(valid) else torch.nan)
         self.metrics.add("signal/mean", signal)
         spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
         self.metrics.add("advantage/zero_std_groups", (spread == 0).float())
