@@ -1,6 +1,7 @@
 """A config made into the objects of a run; everything that can be refused is refused here, before anything is sampled."""
 
 import inspect
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -338,8 +339,14 @@ def _component(reward: RewardConfig, device: str) -> Component:
         model = factory
     else:
         if "device" in inspect.signature(factory).parameters:
-            args.setdefault("device", device)
+            if reward.device is not None and "device" in args:
+                raise ValueError(f"{where}: device and args.device say the same twice; remove one")
+            args.setdefault("device", reward.device or device)
         model = call_checked(factory, args, f"{where}.args")
-    if getattr(model, "takes", "media") != "media":
-        raise ValueError(f"{where}: models that score latents are not supported yet, only those that take media")
-    return Component(reward.name, model, reward.weight, reward.batch_size, reward.timeout_s, reward.retries)
+    if isinstance(model, nn.Module) and reward.device is not None:
+        model.to(reward.device)
+    return Component(
+        reward.name, model, reward.weight, reward.batch_size, reward.timeout_s, reward.retries, reward.retry_wait_s,
+        reward.missing or "mask", reward.device, DTYPES[reward.dtype],
+        identity=json.dumps([reward.use, reward.args, reward.dtype], sort_keys=True, default=str),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flowgrpo.slots import Slot, nearest
 from flowgrpo.yaml_input import apply_override, read_mapping
@@ -113,6 +113,18 @@ class RewardConfig(Section):
     batch_size: Positive = Field(default=64, description="Samples scored at once.")
     timeout_s: Above0 | None = Field(default=None, description="Seconds a batch may take; null: no limit.")
     retries: Annotated[int, Field(ge=0)] = Field(default=0, description="How often a failed batch is tried again.")
+    retry_wait_s: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Seconds before it; doubled for each next.")
+    missing: Literal["mask", "drop", "skip", "stop"] | None = Field(
+        default=None, description="No score: mask the sample (default), drop the reward in its group, skip the group, stop."
+    )
+    device: str | None = Field(default=None, description="Where the model and its samples are; default: the policy's device.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Compute type of its networks (autocast).")
+
+    @model_validator(mode="after")
+    def _monitors_have_no_policy(self) -> "RewardConfig":
+        if self.weight == 0 and self.missing is not None:
+            raise ValueError(f"missing={self.missing} has no effect on a monitor (weight 0); remove it, or raise the weight")
+        return self
 
 
 class OptimizerConfig(Section):

@@ -10,8 +10,10 @@ from flowgrpo.build import Parts
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
 from flowgrpo.metrics import Metrics
+from flowgrpo.missing import missing_scores, signal_of, silent_groups
 from flowgrpo.rollout import Trajectory
 from flowgrpo.scoring import RewardError, Scores
+from flowgrpo.signals import Calibrated
 from flowgrpo.uncertainty import doubt, most_doubted
 
 
@@ -30,12 +32,13 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
     Raises RewardError when no sample has all its weighted scores.
     """
     choices, window, accelerator = parts.choices, trajectory.dynamics.window, parts.accelerator
-    values, ids = gathered(parts, scores.values), gathered(parts, trajectory.group_ids)
-    signal = choices.signal(values, ids, parts.scorer.weights)
+    values, asked, ids = (gathered(parts, part) for part in (scores.values, scores.was_asked, trajectory.group_ids))
+    settled = parts.scorer.settle(values, asked, ids)
+    signal = signal_of(choices.signal, settled, ids, parts.scorer.weights)
     if not signal.isfinite().any():
         raise RewardError(
             f"iteration {trajectory.noise.iteration}: no sample has all its weighted scores, so nothing can be learnt; mend "
-            f"the reward that is missing ({_missing(scores)}), then go on with --resume"
+            f"the reward that is missing ({parts.scorer.account(values, asked)}), then go on with --resume"
         )
     samples, columns = range(parts.config.group_size), []
     for step in window or range(1):
@@ -43,8 +46,11 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
     advantages = torch.stack(columns, 1)
     _log(parts, metrics, scores.names, values, signal, advantages, ids)
+    _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
     metrics.add("sample/contrast", trajectory.media.flatten(1).std(1, correction=0))
     share, gate = getattr(choices.objective, "kl_gate", 1.0), None
+    if isinstance(choices.signal, Calibrated):
+        choices.signal.update(values, ids)
     if share < 1:
         doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)
         gate = most_doubted(doubts, share).to(signal.dtype)
@@ -74,8 +80,7 @@ def _log(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: Tensor,
     for name, column in zip(names, values.T, strict=True):
         valid = column[~column.isnan()]
         metrics.add(f"score/{name}/mean", valid.mean())
-        metrics.add(f"score/{name}/std", valid.std(correction=0))
-        metrics.add(f"score/{name}/missing", column.isnan().sum() / parts.accelerator.num_processes)
+        metrics.add(f"score/{name}/std", valid.std(correction=0) if len(valid) else torch.nan)
     metrics.add("signal/mean", signal)
     spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
     metrics.add("advantage/zero_std_groups", (spread == 0).float())
@@ -83,5 +88,9 @@ def _log(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: Tensor,
     metrics.add("unique_prompts", len(ids.unique()))
 
 
-def _missing(scores: Scores) -> str:
-    return ", ".join(f"{n} {int(c.isnan().sum())} of {len(c)}" for n, c in zip(scores.names, scores.values.T, strict=True))
+def _log_missing(parts: Parts, metrics: Metrics, scores: Scores, missing: Tensor, silent: Tensor, signal: Tensor) -> None:
+    """Counts; those of the whole table are divided by the processes, whose sum is taken."""
+    world = parts.accelerator.num_processes
+    for name, lacking, groups in zip(scores.names, missing.sum(0) / world, silent / world, strict=True):
+        metrics.update({f"score/{name}/missing": lacking, f"score/{name}/silent_groups": groups})
+    metrics.update({"samples/not_finite": scores.not_finite, "samples/no_signal": signal.isnan().sum() / world})

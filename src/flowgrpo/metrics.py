@@ -12,7 +12,10 @@ from torch import Tensor
 
 __all__ = ["MEANINGS", "TRACKERS", "Metrics", "TensorBoard", "Tracker", "Wandb", "meaning", "read", "truncate"]
 
-SUMS = {"calls/probe", "calls/replay", "calls/rollout", "samples", "score/<name>/missing"}
+SUMS = {
+    "calls/probe", "calls/replay", "calls/rollout", "samples", "samples/no_signal", "samples/not_finite",
+    "score/<name>/missing", "score/<name>/silent_groups",
+}  # fmt: skip
 MAXIMA = {"ratio/max_gap"}
 
 MEANINGS: dict[str, str] = {
@@ -45,8 +48,11 @@ MEANINGS: dict[str, str] = {
     "ratio/spread/<place>": "The same by window step, or by number of the level.",
     "sample/contrast": "Mean standard deviation of a sample's pixel values, in [0, 0.5]; far from the start's, pictures break.",
     "samples": "Samples of the iteration, over all processes.",
+    "samples/no_signal": "Samples without a signal, their scores missing or their pixels not finite: they do not train.",
+    "samples/not_finite": "Samples with NaN or infinite pixels or latents; no reward model sees them, and they do not train.",
     "score/<name>/mean": "Mean of a reward model's raw scores over the valid samples; unit as the model declares.",
-    "score/<name>/missing": "Samples that this reward model gave no score; they do not train.",
+    "score/<name>/missing": "Samples that this reward model should have scored and has not; its policy says what follows.",
+    "score/<name>/silent_groups": "Groups in which this reward has no say: it does not apply, or its scores are missing there.",
     "score/<name>/std": "Standard deviation of its raw scores over the valid samples of the iteration.",
     "seconds/iteration": "Wall-clock seconds of the whole iteration.",
     "seconds/rollout": "Wall-clock seconds of sampling.",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from accelerate.utils import broadcast_object_list
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo.build import Parts
@@ -32,7 +32,7 @@ def probe(parts: Parts, when: When, between: Callable[[], None] = lambda: None) 
             parts.policy, rows, parts.dynamics(range(step, step + 1)), noise, parts.config.sampler.batch_size, between
         )
         scores = parts.scorer(trajectory.media, trajectory.prompts)
-        signal = raw_signal(scores.values, parts.scorer.weights)
+        signal = raw_signal(scores.values, scores.was_asked, parts.scorer.weights)
         calls += trajectory.calls
         value = within_group_variance(signal, trajectory.group_ids)
         if value == value:
@@ -44,10 +44,16 @@ def probe(parts: Parts, when: When, between: Callable[[], None] = lambda: None) 
     return calls
 
 
-def raw_signal(values: Float[Tensor, " b k"], weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
-    """The weighted sum of the scores that count: no standardisation, which would make every group's variance 1."""
+def raw_signal(
+    values: Float[Tensor, " b k"], asked: Bool[Tensor, " b k"], weights: Float[Tensor, " k"]
+) -> Float[Tensor, " b"]:
+    """The weighted sum of the scores that count: no standardisation, which would make every group's variance 1.
+
+    A score that was not asked for adds nothing; a sample of which none was asked, or one is missing, has NaN.
+    """
     counts = weights > 0
-    return (values[:, counts] * weights[counts]).sum(1)
+    total = (values.masked_fill(~asked, 0)[:, counts] * weights[counts]).sum(1)
+    return torch.where(asked[:, counts].any(1), total, torch.nan)
 
 
 def within_group_variance(signal: Float[Tensor, " b"], group_ids: Int[Tensor, " b"]) -> float:

@@ -15,7 +15,7 @@ from flowgrpo.config import RunConfig, dump_config
 FREE_TO_CHANGE = (
     r"iterations|name|output_dir|(checkpoint|logging|health)\..*|evaluation\.(every|watch_prompts|batch_size)"
     r"|sampler\.batch_size|optimizer\.(lr|max_grad_norm|micro_batch_size|decay)|objective\.clip_range"
-    r"|rewards\.\d+\.(batch_size|timeout_s|retries)"
+    r"|rewards\.\d+\.(batch_size|timeout_s|retries|retry_wait_s|device)"
 )
 
 

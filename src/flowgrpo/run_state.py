@@ -6,6 +6,7 @@ import torch
 
 from flowgrpo import checkpoint
 from flowgrpo.build import Parts
+from flowgrpo.signals import Calibrated
 from flowgrpo.variance_window import ProbingWindow
 
 
@@ -28,6 +29,7 @@ def save(parts: Parts, iteration: int) -> Path:
             "optimizer": optimizer_state,
             "sigmas": parts.grid.sigmas,
             "window": window.state_dict() if isinstance(window, ProbingWindow) else None,
+            "signal": parts.choices.signal.state_dict() if isinstance(parts.choices.signal, Calibrated) else None,
         }
         checkpoint.save(folder, groups, state)
         checkpoint.prune(root, parts.config.checkpoint.keep)
@@ -56,4 +58,6 @@ def load(parts: Parts, folder: Path) -> int:
         parts.reference.held = dict(tensors["reference"])
     if isinstance(parts.choices.window, ProbingWindow):
         parts.choices.window.load_state_dict(state["window"])
+    if isinstance(parts.choices.signal, Calibrated):
+        parts.choices.signal.load_state_dict(state["signal"])
     return state["iteration"]

@@ -77,7 +77,7 @@ class Trainer:
             with self._timed("rollout"):
                 trajectory = self.rollout(k)
             with self._timed("score"):
-                scores = self.parts.scorer(trajectory.media, trajectory.prompts)
+                scores = self.parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.x0)
             earned = credit(self.parts, scores, trajectory, self.metrics)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
