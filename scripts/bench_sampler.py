@@ -31,7 +31,8 @@ import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from shapes_models import new_pipeline
 
-from flowgrpo.build import Parts, build, when
+from flowgrpo.build import Parts, build
+from flowgrpo.choices import when
 from flowgrpo.config import load_config, parse_config
 from flowgrpo.group_noise import Distinct
 from flowgrpo.losses import Losses

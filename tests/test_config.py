@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowgrpo.build import build, choose
+from flowgrpo.build import build
+from flowgrpo.choices import choose
 from flowgrpo.config import RunConfig, Section, dump_config, load_config, parse_config
 from flowgrpo.slots import construct, import_object, nearest
 from flowgrpo.window import WINDOWS, Progressive

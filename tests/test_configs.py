@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowgrpo.build import Choices, build, choose
+from flowgrpo.build import build
+from flowgrpo.choices import Choices, choose
 from flowgrpo.config import RunConfig, load_config
 from flowgrpo.forecast import forecast
 from flowgrpo.slots import import_object

@@ -12,7 +12,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from flowgrpo import keys
-from flowgrpo.build import build, when
+from flowgrpo.build import build
+from flowgrpo.choices import when
 from flowgrpo.data_loss import load_data
 from flowgrpo.losses import Losses
 from flowgrpo.metrics import Metrics

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flowgrpo.adapters import swapped
-from flowgrpo.build import build, choose
+from flowgrpo.build import build
+from flowgrpo.choices import choose
 from flowgrpo.losses import Losses, micro_batches
 from flowgrpo.metrics import Metrics
 from flowgrpo.objectives import OBJECTIVES

@@ -13,7 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from flowgrpo import cli
-from flowgrpo.build import build, choose, when, with_tail
+from flowgrpo.build import build, with_tail
+from flowgrpo.choices import choose, when
 from flowgrpo.config import parse_config
 from flowgrpo.data import Prompt
 from flowgrpo.forecast import forecast, picture, planned_windows, possible_windows, sample_size

@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from flowgrpo.build import build, choose
+from flowgrpo.build import build
+from flowgrpo.choices import choose
 from flowgrpo.credit import credit, learnt_rows
 from flowgrpo.losses import Losses
 from flowgrpo.metrics import Metrics

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.build import build, when
+from flowgrpo.build import build
+from flowgrpo.choices import when
 from flowgrpo.plan import cost, describe, micro_batches
 from flowgrpo.selfcheck import check_members_differ, check_noise_off, check_ratio, selfcheck
 from flowgrpo.transitions import Prediction

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowgrpo import keys
-from flowgrpo.build import Parts, when
+from flowgrpo.build import Parts
+from flowgrpo.choices import when
 from flowgrpo.data import Prompt
 from flowgrpo.metrics import Metrics
 from flowgrpo.transitions import reduce_coordinates

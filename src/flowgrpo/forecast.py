@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from flowgrpo.build import Choices, choose, when, with_tail
+from flowgrpo.build import with_tail
+from flowgrpo.choices import Choices, choose, when
 from flowgrpo.config import RunConfig
 from flowgrpo.data import Geometry, check_geometry
 from flowgrpo.group_noise import Distinct, Shared

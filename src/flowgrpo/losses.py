@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo.adapters import swapped
-from flowgrpo.build import Parts, when
+from flowgrpo.build import Parts
+from flowgrpo.choices import when
 from flowgrpo.metrics import Metrics
 from flowgrpo.objectives import ForwardBatch, StepBatch
 from flowgrpo.rollout import StepScore, Trajectory, replay

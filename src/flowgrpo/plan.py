@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowgrpo.build import Choices, Parts, when
+from flowgrpo.build import Parts
+from flowgrpo.choices import Choices, when
 from flowgrpo.data import Geometry
 from flowgrpo.group_noise import GroupNoise
 from flowgrpo.rollout import Dynamics

@@ -44,9 +44,7 @@ def probe(parts: Parts, when: When, between: Callable[[], None] = lambda: None) 
     return calls
 
 
-def raw_signal(
-    values: Float[Tensor, " b k"], asked: Bool[Tensor, " b k"], weights: Float[Tensor, " k"]
-) -> Float[Tensor, " b"]:
+def raw_signal(values: Float[Tensor, " b k"], asked: Bool[Tensor, " b k"], weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
     """The weighted sum of the scores that count: no standardisation, which would make every group's variance 1.
 
     A score that was not asked for adds nothing; a sample of which none was asked, or one is missing, has NaN.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo import keys
-from flowgrpo.build import Parts, when
+from flowgrpo.build import Parts
+from flowgrpo.choices import when
 from flowgrpo.rollout import Noise, Row, Trajectory, replay, rollout
 from flowgrpo.schedule import Pipeline
 from flowgrpo.solvers import Euler

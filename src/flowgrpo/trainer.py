@@ -10,7 +10,8 @@ import torch
 
 from flowgrpo import run_state
 from flowgrpo.adapters import gradient_norm, swapped
-from flowgrpo.build import Parts, when
+from flowgrpo.build import Parts
+from flowgrpo.choices import when
 from flowgrpo.credit import credit, gathered, learnt_rows
 from flowgrpo.data import rank_slice
 from flowgrpo.data_loss import data_loss
