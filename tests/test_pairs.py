@@ -32,7 +32,10 @@ SLOTS: dict[str, list[Any]] = {
     "sampler.tail": [None, {"solver": "euler", "num_steps": 2}, {"solver": "heun"}, {"solver": "dpmpp_2m", "rate": 0.5}],
     "sampler.group_noise": ["shared", "distinct", {"use": "tree", "splits": [0, 1]}],
     "sampler.schedule": ["pipeline", {"use": "shifted", "shift": 2.0}, EXPLICIT],
-    "signal": ["standardized_sum", "weighted_sum"],
+    "signal": [
+        "standardized_sum", "weighted_sum", "gdpo", {"use": "taros", "ranges": [[0, 1]]}, "saturation_aware", "quantile",
+        "win_rate", "tournament", "preference_walk",
+    ],
     "advantage": ["none", "group", "global"],
     "objective": [
         *OBJECTIVES,

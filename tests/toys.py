@@ -22,6 +22,11 @@ def brightness(media: Tensor, prompts: Sequence[Any]) -> Tensor:
     return media.mean((1, 2, 3, 4))
 
 
+def silence(media: Tensor, prompts: Sequence[Any]) -> Tensor:
+    """A model that never has a score."""
+    return media.mean((1, 2, 3, 4)) * float("nan")
+
+
 def raw_config(folder: Path, **changes: Any) -> dict[str, Any]:
     """A config that trains in `folder` in a moment; `changes` are dotted settings, as on the command line."""
     pipeline, prompts = folder / "pipeline", folder / "prompts.txt"

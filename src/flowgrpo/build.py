@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from flowgrpo import calibration
 from flowgrpo.adapters import Reference, make_trainable
 from flowgrpo.choices import Choices, check_groups, choose
 from flowgrpo.config import ModelConfig, RewardConfig, RunConfig, TailConfig
@@ -22,7 +23,7 @@ from flowgrpo.references import Start
 from flowgrpo.rollout import Dynamics
 from flowgrpo.schedule import Grid
 from flowgrpo.scoring import Component, Scorer
-from flowgrpo.signals import check_signal
+from flowgrpo.signals import Calibrated, Calibration, check_signal
 from flowgrpo.slots import call_checked, import_object
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,7 @@ class Parts:
     reference: Reference | None
     old: Ema | None  # the policy that samples, where it is not the trained one
     scorer: Scorer
+    usual: Calibration | None  # what scores are usually like, where the config names a calibration
     optimizer: Optimizer
     ema: Ema | None
     grid: Grid
@@ -86,6 +88,11 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     group_sampler = GroupSampler(len(prompts), config.prompts_per_iteration, config.seed)
     scorer = build_scorer(config.rewards, str(accelerator.device))
     check_signal(choices.signal, scorer.weights, [component.traits.range for component in scorer.components])
+    usual = None
+    if config.calibration is not None:
+        usual = calibration.read(config.calibration, scorer.names)
+        if isinstance(choices.signal, Calibrated):
+            choices.signal.load_state_dict(usual.state_dict())
     torch.manual_seed(config.seed)  # the adapter's first weights
     policy = build_policy(config, load_pipeline(config.model), accelerator.device)
     if config.model.train == "lora" and not hasattr(policy.pipeline, "save_lora_weights"):
@@ -105,7 +112,7 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     if grid.scales is not None and (tail := config.sampler.tail) is not None and (tail.num_steps or tail.rate):
         raise ValueError("sampler.tail: this model has discrete levels of its own, leave num_steps and rate out")
     return Parts(config, accelerator, choices, geometry, prompts, group_sampler, policy, trained, reference, old,
-                 scorer, optimizer, ema, grid)  # fmt: skip
+                 scorer, usual, optimizer, ema, grid)  # fmt: skip
 
 
 def _check_processes(accelerator: Accelerator) -> None:

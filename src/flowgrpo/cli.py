@@ -99,6 +99,30 @@ def plan_command(
         _print_forecasts(forecasts)
 
 
+@app.command("calibrate")
+def calibrate_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option(help="JSON file to write, for `calibration` of a config.")] = Path("calibration.json"),
+    iterations: Annotated[int, typer.Option(min=1, help="Rollouts to score, of the config's size.")] = 8,
+    debug: Debug = False,
+) -> None:
+    """Measure what scores are usually like under the base model."""
+    with _reported(debug):
+        settings = _load(config, overrides)
+        _quiet()
+        from flowgrpo.calibrate import calibrate
+
+        with _progress("rollouts", iterations) as advance:
+            content = calibrate(settings, output, iterations, advance)
+        for name, usual in content["rewards"].items():
+            low, high = usual["quantiles"][0], usual["quantiles"][-1]
+            typer.echo(
+                f"{name}: {usual['mean']:.4g}, within groups +- {usual['spread']:.3g}, 99 % from {low:.4g} to {high:.4g}"
+            )
+        typer.echo(f"written to {output}; name it as calibration: {output}")
+
+
 @app.command("generate")
 def generate_command(
     pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="Hub id or local folder of a diffusers pipeline.")],

@@ -209,6 +209,9 @@ class RunConfig(Section):
     signal: Slot = Field(
         default=Slot(use="standardized_sum"), description="Scores to one number: weighted_sum, standardized_sum."
     )
+    calibration: str | None = Field(
+        default=None, description="File of flowgrpo calibrate: what scores are usually like, for signals and counts."
+    )
     advantage: Slot = Field(
         default=Slot(use="none"), description="Signal to advantage: group, global, none (standardised already)."
     )

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo.build import Parts
+from flowgrpo.calibration import share_outside
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
 from flowgrpo.metrics import Metrics
@@ -47,6 +48,10 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
     advantages = torch.stack(columns, 1)
     _log(parts, metrics, scores.names, values, signal, advantages, ids)
     _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
+    if parts.usual is not None:
+        for k, name in enumerate(scores.names):
+            valid = values[~values[:, k].isnan(), k]
+            metrics.add(f"score/{name}/outside", share_outside(valid, parts.usual.quantiles[:, k]))
     metrics.add("sample/contrast", trajectory.media.flatten(1).std(1, correction=0))
     share, gate = getattr(choices.objective, "kl_gate", 1.0), None
     if isinstance(choices.signal, Calibrated):

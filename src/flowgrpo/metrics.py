@@ -53,6 +53,7 @@ MEANINGS: dict[str, str] = {
     "score/<name>/mean": "Mean of a reward model's raw scores over the valid samples; unit as the model declares.",
     "score/<name>/missing": "Samples that this reward model should have scored and has not; its policy says what follows.",
     "score/<name>/silent_groups": "Groups in which this reward has no say: it does not apply, or its scores are missing there.",
+    "score/<name>/outside": "Share of its scores beyond the lowest and highest quantile of the calibration; usually 0.01.",
     "score/<name>/std": "Standard deviation of its raw scores over the valid samples of the iteration.",
     "seconds/iteration": "Wall-clock seconds of the whole iteration.",
     "seconds/rollout": "Wall-clock seconds of sampling.",

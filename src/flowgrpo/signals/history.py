@@ -58,6 +58,10 @@ class Calibration:
             _mixed(self.quantiles, to.quantiles, memory),
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: a list for each quantity, None for NaN."""
+        return {part.name: _as_lists(getattr(self, part.name).tolist()) for part in fields(self)}
+
     def or_else(self, other: "Calibration") -> "Calibration":
         """This, and what the other says where nothing was seen."""
         return self.moved(other, memory=1.0, falling=1.0)
@@ -84,9 +88,7 @@ class Remembers:
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen, a list for each quantity, None for nothing; empty before the first update."""
-        if self.calibration is None:
-            return {}
-        return {part.name: _as_lists(getattr(self.calibration, part.name).tolist()) for part in fields(Calibration)}
+        return {} if self.calibration is None else self.calibration.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a `state_dict`. Raises ValueError for one that is not."""
