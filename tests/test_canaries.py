@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from flowgrpo.canaries import CANARIES, group_diversity, high_frequency
+from flowgrpo.canaries import CANARIES, group_diversity, high_frequency, kendall_tau
 
 B, F, H, W = 2, 3, 5, 7
 NAMES = sorted(CANARIES)
@@ -141,3 +141,26 @@ def test_diversity_of_equal_orthogonal_and_opposite_features() -> None:
 def test_what_has_no_diversity_is_refused(features: torch.Tensor, ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_diversity(features, torch.tensor(ids))
+
+
+def slow_tau(a, b):
+    concordant = ties_a = ties_b = pairs = 0
+    for i in range(len(a)):
+        for j in range(i):
+            x, y = a[i] - a[j], b[i] - b[j]
+            pairs, ties_a, ties_b = pairs + 1, ties_a + (x == 0), ties_b + (y == 0)
+            concordant += (x * y > 0) - (x * y < 0)
+    return concordant / ((pairs - ties_a) * (pairs - ties_b)) ** 0.5
+
+
+def test_kendalls_tau_is_the_mean_over_groups_of_all_pairs_ties_apart():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(0, 5, (30,), generator=generator).float() for _ in range(2))
+    ids = torch.arange(30) % 3
+    b[ids == 2] = 1.0  # says nothing there
+    a[3], b[4] = torch.nan, torch.nan
+    kept = [[i for i in range(30) if ids[i] == g and i not in (3, 4)] for g in (0, 1)]
+    expected = sum(slow_tau(a[rows].tolist(), b[rows].tolist()) for rows in kept) / 2
+    assert kendall_tau(a, b, ids) == pytest.approx(expected)
+    assert kendall_tau(a, a, torch.zeros(30, dtype=torch.long)) == pytest.approx(1.0)
+    assert math.isnan(kendall_tau(a, torch.zeros(30), ids))

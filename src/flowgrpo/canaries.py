@@ -84,6 +84,24 @@ def group_diversity(features: Float[Tensor, " b d"], group_ids: Int[Tensor, " b"
     return torch.stack([_mean_distance(unit[group_ids == group]) for group in ids]).to(features.dtype)
 
 
+def kendall_tau(a: Float[Tensor, " b"], b: Float[Tensor, " b"], group_ids: Int[Tensor, " b"]) -> float:
+    """How far two numbers order the samples of a group alike, in [-1, 1]: the mean of Kendall's tau-b over groups.
+
+    tau_b = (concordant - discordant) / sqrt(pairs not tied in a x pairs not tied in b)
+
+    Samples where either is NaN, and groups in which either is tied throughout, are left out; NaN if none remains. Source:
+    Kendall's correction for ties, as in scipy's kendalltau.
+    """
+    found = []
+    for group in group_ids.unique():
+        here = (group_ids == group) & ~a.isnan() & ~b.isnan()
+        signs = [(x[here][:, None] - x[here][None]).sign().double() for x in (a, b)]
+        untied = [sign.abs().sum() for sign in signs]
+        if untied[0] > 0 and untied[1] > 0:
+            found.append((signs[0] * signs[1]).sum() / (untied[0] * untied[1]).sqrt())
+    return float(torch.stack(found).mean()) if found else float("nan")
+
+
 def _mean_distance(unit: Tensor) -> Tensor:
     rows, columns = torch.triu_indices(len(unit), len(unit), offset=1)
     return (1 - (unit @ unit.T)[rows, columns]).mean()

@@ -170,12 +170,12 @@ class DataConfig(Section):
 
 class HealthConfig(Section):
     then: Literal["warn", "stop", "nothing"] = Field(default="warn", description="After a sign of breaking; stop saves first.")
-    moved: Above0 = Field(default=0.02, description="Most change of the velocity in an iteration, in matching errors.")
-    spread: Above0 = Field(default=1.0, description="Most |log ratio| of an iteration, in clip ranges.")
-    kl_old: Above0 = Field(default=10.0, description="Most divergence of an iteration, in thresholds (dppo).")
+    moved: Above0 = Field(default=0.1, description="Most change of the velocity in an iteration, in matching errors.")
+    spread: Above0 = Field(default=2.0, description="Most |log ratio| of an iteration, in clip ranges.")
+    kl_old: Above0 = Field(default=25.0, description="Most divergence of an iteration, in thresholds (dppo).")
     fall: Above0 = Field(default=0.7, description="Most fall of a weighted score, in standard deviations at the start.")
     error: Above0 = Field(default=3.0, description="Most matching error, in those of the start.")
-    contrast: Above0 = Field(default=2.0, description="Most contrast of samples in those of the start, or its inverse.")
+    canary: Above0 = Field(default=2.0, description="Most of a canary in those of the start, or its inverse.")
 
 
 class CheckpointConfig(Section):

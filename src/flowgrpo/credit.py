@@ -8,8 +8,10 @@ from torch import Tensor
 
 from flowgrpo.build import Parts
 from flowgrpo.calibration import share_outside
+from flowgrpo.canaries import CANARIES, kendall_tau
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
+from flowgrpo.groups import tied_fraction
 from flowgrpo.metrics import Metrics
 from flowgrpo.missing import missing_scores, signal_of, silent_groups
 from flowgrpo.rollout import Trajectory
@@ -52,7 +54,11 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         for k, name in enumerate(scores.names):
             valid = values[~values[:, k].isnan(), k]
             metrics.add(f"score/{name}/outside", share_outside(valid, parts.usual.quantiles[:, k]))
-    metrics.add("sample/contrast", trajectory.media.flatten(1).std(1, correction=0))
+    for name, column in zip(scores.names, values.T, strict=True):
+        metrics.add(f"score/{name}/tied", tied_fraction(column, ids))
+        metrics.add(f"score/{name}/tau", kendall_tau(advantages[:, -1], column, ids))
+    for name, canary in CANARIES.items():
+        metrics.add(f"canary/{name}", canary(trajectory.media))
     share, gate = getattr(choices.objective, "kl_gate", 1.0), None
     if isinstance(choices.signal, Calibrated):
         choices.signal.update(values, ids)

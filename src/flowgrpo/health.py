@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from flowgrpo.canaries import CANARIES
 from flowgrpo.config import RunConfig
 
 FIRST, LAST = 3, 3  # iterations that are the start, and the latest ones that are held against it
+MAY_FALL = {"high_frequency"}  # noise that training cleans away is no fault
 Values = Mapping[str, float]
 
 
@@ -25,15 +27,15 @@ class Limits:
     `moved`: the mean squared change of the velocity within an iteration over the matching error, for what learns from finished
     samples. `spread`: the mean |log ratio| of an iteration over the clip range. `kl_old`: its divergence over `threshold`, for
     `dppo`. `fall`: how far the mean of a weighted score may fall below the start's, in the start's standard deviations.
-    `error`: the matching error, `contrast`: that of the pictures, up or down, both as a multiple of the start's.
+    `error`: the matching error, `canary`: a canary of the pictures, up or down, both as a multiple of the start's.
     """
 
-    moved: float = 0.02
-    spread: float = 1.0
-    kl_old: float = 10.0
+    moved: float = 0.1
+    spread: float = 2.0
+    kl_old: float = 25.0
     fall: float = 0.7
     error: float = 3.0
-    contrast: float = 2.0
+    canary: float = 2.0
 
 
 class Health:
@@ -56,7 +58,8 @@ class Health:
         return new
 
     def _signs(self) -> dict[str, Callable[[], str | None]]:
-        signs: dict[str, Callable[[], str | None]] = {"stride": self._stride, "contrast": self._contrast, "error": self._error}
+        signs: dict[str, Callable[[], str | None]] = {"stride": self._stride, "error": self._error}
+        signs |= {name: lambda name=name: self._canary(name) for name in CANARIES}
         return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in self.rewards}
 
     def _stride(self) -> str | None:
@@ -99,13 +102,14 @@ class Health:
             )
         return None
 
-    def _contrast(self) -> str | None:
-        """The pictures have turned grey or garish."""
-        before, now, limit = self._at_start("sample/contrast"), self._now("sample/contrast"), self.limits.contrast
-        if len(self.rows) == LAST and before > 0 and not before / limit <= now <= before * limit:
+    def _canary(self, name: str) -> str | None:
+        """The pictures are no longer like those of the start."""
+        before, now, limit = self._at_start(f"canary/{name}"), self._now(f"canary/{name}"), self.limits.canary
+        low = 0 if name in MAY_FALL else before / limit
+        if len(self.rows) == LAST and before > 0 and not low <= now <= before * limit:
             return (
-                f"the contrast of samples has gone from {before:.3g} to {now:.3g}: look at them, they are likely broken; lower "
-                "optimizer.lr, resume from an earlier checkpoint"
+                f"{name.replace('_', ' ')} of the samples has gone from {before:.3g} to {now:.3g} in the last {LAST} "
+                "iterations: look at them, they are likely broken; lower optimizer.lr, resume from an earlier checkpoint"
             )
         return None
 
