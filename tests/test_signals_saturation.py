@@ -50,7 +50,7 @@ def tables(draw):
 
 def built(case):
     """The signal; the scores of groups of all sizes, wide, narrow and tied; group ids; weights."""
-    k, seed, spread, ranges, weights = built(case)
+    k, seed, spread, ranges, weights = case
     generator = torch.Generator().manual_seed(seed)
     ids = torch.arange(GROUPS).repeat_interleave(torch.randint(1, 13, (GROUPS,), generator=generator))
     values = torch.rand(len(ids), k, generator=generator, dtype=torch.float64)
