@@ -77,12 +77,17 @@ def weights_for(name):
     return torch.ones(2) if name == "taros" else WEIGHTS
 
 
+def signal_for(name):
+    """And bounded scores."""
+    return SIGNALS[name](**({"ranges": ((0.0, 10.0), (0.0, 10.0))} if name == "taros" else {}))
+
+
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_masked_sample_does_not_train_and_its_siblings_stay_as_they_were(name):
     values, weights = table((1, 0)), weights_for(name)
-    signal = signal_of(SIGNALS[name](), settled(values), IDS, weights)
+    signal = signal_of(signal_for(name), settled(values), IDS, weights)
     assert signal.isnan().tolist() == [False, True] + [False] * 6
-    assert torch.equal(signal.nan_to_num(9), SIGNALS[name]()(values, IDS, weights).nan_to_num(9))
+    assert torch.equal(signal.nan_to_num(9), signal_for(name)(values, IDS, weights).nan_to_num(9))
     advantages = ADVANTAGES["none"]()(signal, IDS)
     assert advantages[1] == 0
     assert (advantages[[0, 3]] != 0).all()  # the one between may be average
@@ -164,11 +169,11 @@ def test_where_all_rewards_speak_the_signal_is_asked_once_with_the_table_as_it_i
 
     def recorder(values, ids, weights):
         seen.append((values, ids, weights))
-        return SIGNALS[name]()(values, ids, weights)
+        return signal_for(name)(values, ids, weights)
 
     values, own = table((3, 1)), weights_for(name)
     signal = signal_of(recorder, values, IDS, own)
-    assert torch.equal(signal.nan_to_num(9), SIGNALS[name]()(values, IDS, own).nan_to_num(9))
+    assert torch.equal(signal.nan_to_num(9), signal_for(name)(values, IDS, own).nan_to_num(9))
     ((values_seen, ids_seen, weights_seen),) = seen
     assert torch.equal(values_seen.nan_to_num(9), values.nan_to_num(9))
     assert torch.equal(ids_seen, IDS)
