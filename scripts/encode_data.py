@@ -3,7 +3,7 @@
     python scripts/encode_data.py --pipeline assets/shapes/pipeline --manifest pictures.jsonl --out data.safetensors
 
 The manifest has a line {"file": "a.png", "prompt": "..."} a picture, paths beside the manifest. For pipelines whose latents are
-those of an image VAE, scaled and shifted as its config says (SD3, SD 1.5, SDXL, Sana and their like). Pipelines that pack
+those of an image VAE, scaled and shifted as its config says (SD3, SD 1.5, SDXL and their like). Pipelines that pack
 latents (FLUX, Qwen-Image) or have films need their own: any file with the tensor "latents" (n, *s), as the pipeline has them
 before it decodes, and the metadata "prompts", a JSON list, will do.
 """

@@ -76,6 +76,15 @@ def test_noise_that_is_cleaned_away_is_no_fault():
     assert told(Awm(), *[{"canary/high_frequency": 0.001}] * 4) == [[]] * 7
 
 
+def test_what_is_missing_has_not_fallen():
+    gone = {name: float("nan") for name in ("score/r/mean", "score/r/std", "canary/contrast", "matching_error")}
+    assert told(Awm(), *[gone] * 4) == [[]] * 7
+
+
+def test_an_old_policy_that_lags_on_purpose_has_not_gone_too_far():
+    assert told(Awm(old_decay=0.5), {"moved": 1.0})[-1] == []
+
+
 def test_a_monitor_may_fall_and_limits_are_ones_own():
     assert told(Awm(), *[{"score/m/mean": 0.0}] * 5)[-5:] == [[]] * 5
     assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=Limits(fall=1.0))[-5:] == [[]] * 5

@@ -9,7 +9,7 @@ import torch
 from flowgrpo.adapters import swapped
 from flowgrpo.build import build
 from flowgrpo.choices import choose
-from flowgrpo.losses import Losses, micro_batches
+from flowgrpo.losses import Losses, cleaned, micro_batches
 from flowgrpo.metrics import Metrics
 from flowgrpo.objectives import OBJECTIVES
 from flowgrpo.rollout import replay
@@ -161,6 +161,45 @@ def test_the_gradients_of_steps_and_levels_are_measured_apart_and_add_up(folder,
     for place, norm in norms.items():
         assert values[f"grad_norm/{place}"] == pytest.approx(norm, rel=1e-3)
         assert values[f"grad_share/{place}"] == pytest.approx(norm / sum(norms.values()), rel=1e-3)
+
+
+def broken(trajectory, row):
+    """The trajectory whose sample of this row came out as NaN."""
+    parts = {
+        n: getattr(trajectory, n).clone() for n in ("latents", "log_probs", "x0", "means") if getattr(trajectory, n) is not None
+    }
+    for part in parts.values():
+        part[row] = torch.nan
+    return replace(trajectory, **parts)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_sample_that_does_not_train_leaves_no_trace_in_the_gradient_whatever_it_is(folder, name):
+    trainer = trainer_of(
+        folder, objective={"use": name, "kl": 0.1}, optimizer__micro_batch_size=8, optimizer__max_grad_norm=1e9
+    )
+    parts, trajectory = trainer.parts, trainer.rollout(0)
+    parts.optimizer.step = lambda: None
+    parts.optimizer.zero_grad = lambda **_: None
+    with torch.no_grad():  # off policy, so that nothing is 0 by being at rest
+        for parameter in parts.trained.values():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    advantages = torch.tensor([1.0, 0.0, -1.0, 0.5, -0.5, 2.0, -1.0, -1.0])[:, None].expand(8, 2)
+    valid, gradients = torch.ones(8, dtype=torch.bool), []
+    valid[1] = False
+    alive = cleaned(broken(trajectory, 1))
+    strange = replace(alive, x0=alive.x0.clone(), latents=alive.latents.clone())
+    strange.x0[1], strange.latents[1] = 3.0, -2.0
+    for one in (alive, strange):
+        losses = Losses(parts, one, advantages, trainer.metrics, valid=valid)
+        trainer.update(losses, range(8), number=1)
+        gradients.append([parameter.grad.clone() for parameter in parts.trained.values()])
+        for parameter in parts.trained.values():
+            parameter.grad = None
+    for first, second in zip(*gradients, strict=True):
+        assert first.isfinite().all()
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-7)
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
 
 
 @pytest.mark.parametrize("name", FORWARD)

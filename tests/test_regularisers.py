@@ -18,6 +18,7 @@ from flowgrpo.uncertainty import doubt, most_doubted, wins
 from tests.toys import config
 
 NAN = float("nan")
+TREE = {"use": "tree", "splits": [0, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,7 @@ def test_the_gate_lets_the_pull_count_for_the_doubted_share_only(folder):
     trainer = trainer_of(folder, objective=objective, signal="weighted_sum", advantage="group")
     trajectory = trainer.rollout(0)
     scores = trainer.parts.scorer(trajectory.media, trajectory.prompts)
+    scores.values[:, 1] *= -1  # a monitor that contradicts
     earned = credit(trainer.parts, scores, trajectory, trainer.metrics)
     red, bright = (torch.tensor(slow_wins(c.tolist(), trajectory.group_ids.tolist())) for c in scores.values.T)
     worst = (red - bright).sort(descending=True, stable=True).indices[:2]
@@ -142,6 +144,13 @@ REFUSED = [
     ({"reference": {"use": "reset"}}, "reference.every or reference.above must be given"),
     ({"reference": {"use": "average", "decay": 1.0}}, "reference.decay must be from 0 to below 1"),
     ({"samples": {"use": "extremes", "best": 0}}, "samples.best must be at least 1"),
+    *(
+        (
+            {"objective": {"use": "guard", **one}, "sampler__group_noise": TREE, "sampler__window": "all"},
+            "a tree's steps are those",
+        )
+        for one in ({"stop_negatives": 0.1}, {"kl": 0.1, "kl_gate": 0.5})
+    ),
 ]
 
 
@@ -163,6 +172,11 @@ GEOMETRY = [
         if getattr(OBJECTIVES[name], "needs_groups", False)
     ),
     ({"objective": "dpo", "optimizer__micro_batch_size": 4, "optimizer__updates_per_iteration": 4}, "compares the samples"),
+    *(
+        ({"objective": name, "samples": {"use": "extremes", "best": best, "worst": 0}}, "leaves none; set samples.worst")
+        for name in ("sft", "dpo", "crd", "dgpo")
+        for best in (1, 2)
+    ),
     ({"objective": {"use": "awm", "kl": 0.1, "kl_gate": 0.5}, "rewards": "one"}, "kl_gate needs a second opinion"),
 ]
 

@@ -12,6 +12,8 @@ from flowgrpo.data import Prompt
 from flowgrpo.missing import RewardError, settle, signal_of, silent_groups
 from flowgrpo.scoring import Component, Scorer
 from flowgrpo.signals import SIGNALS, StandardizedSum, WeightedSum
+from flowgrpo.signals.saturation_aware import SaturationAware
+from flowgrpo.signals.taros import Taros
 
 NAN = math.nan
 IDS = torch.tensor([7, 7, 7, 7, 2, 2, 2, 2])
@@ -241,3 +243,32 @@ def test_the_scorer_adds_why_it_stops():
     assert scorer.account(scores.values, scores.was_asked).startswith(
         "judge 8 of 8, watch 8 of 8; last failure in this process"
     )
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_settings_for_each_reward_are_those_of_the_rewards_that_speak(silent):
+    """Three rewards with settings of their own, one of them silent in a group: there the rule is that of the other two."""
+    generator = torch.Generator().manual_seed(0)
+    values, ids, weights = torch.rand(8, 3, generator=generator), torch.arange(8) // 4, torch.ones(3)
+    values[:4, silent] = NAN
+    others = [k for k in range(3) if k != silent]
+    ranges, order, taus = ((0.0, 1.0), (0.0, 2.0), (0.0, 4.0)), (2, 0, 1), {2: 0.1, 0: 0.5, 1: 0.9}
+    left = [k for k in order if k != silent]
+    taros = Taros(thresholds=(0.1, 0.5), last_threshold=0.9, order=order, ranges=ranges)
+    part = Taros(
+        thresholds=(taus[left[0]],), last_threshold=taus[left[1]], order=tuple(others.index(k) for k in left),
+        ranges=tuple(ranges[k] for k in others),
+    )  # fmt: skip
+    aware, aware_part = (SaturationAware(ranges=tuple(ranges[k] for k in some)) for some in (range(3), others))
+    for whole, alone in ((taros, part), (aware, aware_part)):
+        signal = signal_of(whole, values, ids, weights)
+        torch.testing.assert_close(signal[:4], alone(values[:4][:, others], ids[:4], torch.ones(2)))
+        torch.testing.assert_close(signal[4:], whole(values[4:], ids[4:], weights))
+
+
+def test_a_history_without_its_last_reward_has_the_history_of_the_one_before():
+    values, ids = torch.rand(8, 3, generator=torch.Generator().manual_seed(1)), torch.arange(8) // 4
+    values[:4, 2] = NAN
+    signal = signal_of(Taros(last_threshold=0.9), values, ids, torch.ones(3))
+    alone = Taros()(values[:4, :2], ids[:4], torch.ones(2))
+    torch.testing.assert_close(signal[:4], alone)

@@ -29,7 +29,7 @@ def calibrate(
     tables, groups = [], []
     for k in range(iterations):
         trajectory = trainer.rollout(k)
-        scores = parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.x0)
+        scores = parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.clean)
         tables.append(gathered(parts, scores.values))
         groups.append(gathered(parts, trajectory.group_ids) + k * len(parts.prompts))  # a prompt that comes again is new
         on_iteration(1)

@@ -115,6 +115,11 @@ def _check_regularisers(config: RunConfig, choices: Choices) -> None:
     objective = choices.objective
     if not isinstance(choices.reference, Start) and not objective.needs_reference:
         raise ValueError(f"reference has no effect on {type(objective).__name__} without KL; set objective.kl, or remove it")
+    single = [n for n, idle in (("kl_gate", 1.0), ("stop_negatives", None)) if getattr(objective, n, idle) != idle]
+    if single and isinstance(choices.group_noise, Tree):
+        raise ValueError(
+            f"objective.{single[0]} is for single samples, a tree's steps are those of many; remove one of the two"
+        )
     if getattr(objective, "kl_gate", 1.0) < 1 and all(reward.weight for reward in config.rewards):
         raise ValueError(
             "objective.kl_gate needs a second opinion, a reward of weight 0, to doubt the others by; add one, or remove it"
@@ -130,6 +135,11 @@ def check_groups(config: RunConfig, choices: Choices, geometry: Geometry) -> Non
         raise ValueError(
             f"samples: {learnt} of each group are learnt from, so each process needs whole groups, and their {chosen} samples "
             f"must split into optimizer.updates_per_iteration={updates} equal parts; change one of them"
+        )
+    if getattr(choices.objective, "needs_groups", False) and (learnt < 2 or getattr(choices.samples, "worst", 1) == 0):
+        raise ValueError(
+            f"samples: {type(choices.objective).__name__} compares the better samples of a group with the worse, of which "
+            f"{choices.samples} leaves none; set samples.worst, or samples: all"
         )
     if getattr(choices.objective, "needs_groups", False) and not (whole and chosen % (updates * learnt) == micro % learnt == 0):
         raise ValueError(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowgrpo.build import Parts
@@ -22,10 +22,12 @@ from flowgrpo.uncertainty import doubt, most_doubted
 
 @dataclass(frozen=True)
 class Credit:
-    """What this process's samples have earned: advantages by window step, and how much of the pull to the reference counts."""
+    """What this process's samples have earned: advantages by window step, how much of the pull to the reference counts, and
+    which of them train at all: those without a signal do not."""
 
     advantages: Float[Tensor, " b w"]
     gate: Float[Tensor, " b"] | None
+    valid: Bool[Tensor, " b"]
 
 
 def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metrics) -> Credit:
@@ -37,7 +39,10 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
     choices, window, accelerator = parts.choices, trajectory.dynamics.window, parts.accelerator
     values, asked, ids = (gathered(parts, part) for part in (scores.values, scores.was_asked, trajectory.group_ids))
     settled = parts.scorer.settle(values, asked, ids)
-    signal = signal_of(choices.signal, settled, ids, parts.scorer.weights)
+    try:
+        signal = signal_of(choices.signal, settled, ids, parts.scorer.weights)
+    except ValueError as error:  # such as scores out of the range that was promised: nothing of the iteration is learnt
+        raise RewardError(f"iteration {trajectory.noise.iteration}: {error}") from error
     if not signal.isfinite().any():
         raise RewardError(
             f"iteration {trajectory.noise.iteration}: no sample has all its weighted scores, so nothing can be learnt; mend "
@@ -61,13 +66,14 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         metrics.add(f"canary/{name}", canary(trajectory.media))
     share, gate = getattr(choices.objective, "kl_gate", 1.0), None
     if isinstance(choices.signal, Calibrated):
-        choices.signal.update(values, ids)
+        choices.signal.update(settled, ids)
     if share < 1:
         doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)
-        gate = most_doubted(doubts, share).to(signal.dtype)
+        gate = most_doubted(doubts, share).to(signal.dtype) if doubts.any() else None  # nothing is known: all count
     mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
     own = slice(mine.start, mine.stop)
-    return Credit(advantages[own].to(accelerator.device), None if gate is None else gate[own].to(accelerator.device))
+    gates = None if gate is None else gate[own].to(accelerator.device)
+    return Credit(advantages[own].to(accelerator.device), gates, signal.isfinite()[own].to(accelerator.device))
 
 
 def learnt_rows(parts: Parts, advantages: Float[Tensor, " b w"]) -> list[int]:

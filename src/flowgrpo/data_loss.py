@@ -65,7 +65,7 @@ class DataLoss:
         key = ("data", parts.config.seed, iteration, update, parts.accelerator.process_index)
         rows = [keys.key(*key, i) % len(self.data.latents) for i in range(config.samples)]
         prompts, grid = [self.data.prompts[row] for row in rows], parts.grid
-        x0 = self.data.latents[rows].to(parts.accelerator.device) * grid.scale(grid.num_steps)
+        x0 = self.data.latents[rows].to(parts.accelerator.device)
         levels = parts.choices.levels.at(when(parts.config, iteration), grid.sigmas)
         for number, sigma in enumerate(levels):
             level = parts.policy.level(grid, sigma)

@@ -5,6 +5,7 @@ The limits were set on the embedded world, between runs with their recipe's lear
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from statistics import fmean
 from typing import Any
 
@@ -68,7 +69,7 @@ class Health:
         for name, unit, limit, what in (
             ("ratio/spread", self._clip_range(), limits.spread, "the clip range"),
             ("kl_old", getattr(self.objective, "threshold", None), limits.kl_old, "the threshold"),
-            ("moved", values.get("matching_error"), limits.moved, "the matching error"),
+            ("moved", self._matching_error(values), limits.moved, "the matching error"),
         ):
             if unit and values.get(name, 0.0) > limit * unit:
                 return (
@@ -79,6 +80,10 @@ class Health:
 
     def _clip_range(self) -> float | None:
         return self.objective.clip_range if self.objective.family == "ratio" else None
+
+    def _matching_error(self, values: Values) -> float | None:
+        """The unit of `moved`, unless the old policy lags behind by more than an iteration."""
+        return None if getattr(self.objective, "old_decay", 0) else values.get("matching_error")
 
     def _fall(self, reward: str) -> str | None:
         """A weighted score is lower than it was."""
@@ -106,7 +111,7 @@ class Health:
         """The pictures are no longer like those of the start."""
         before, now, limit = self._at_start(f"canary/{name}"), self._now(f"canary/{name}"), self.limits.canary
         low = 0 if name in MAY_FALL else before / limit
-        if len(self.rows) == LAST and before > 0 and not low <= now <= before * limit:
+        if len(self.rows) == LAST and before > 0 and (now < low or now > before * limit):
             return (
                 f"{name.replace('_', ' ')} of the samples has gone from {before:.3g} to {now:.3g} in the last {LAST} "
                 "iterations: look at them, they are likely broken; lower optimizer.lr, resume from an earlier checkpoint"
@@ -128,4 +133,4 @@ def health_of(config: RunConfig, objective: Any) -> Health:
 
 def _mean(rows: Sequence[Values], name: str) -> float:
     found = [row[name] for row in rows if row.get(name, float("nan")) == row.get(name)]
-    return fmean(found) if found else 0.0
+    return fmean(found) if found else nan

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowgrpo.adapters import swapped
@@ -28,6 +28,12 @@ class Piece(NamedTuple):
     place: int | None
 
 
+def cleaned(trajectory: Trajectory) -> Trajectory:
+    """Without NaN and infinity, which samples that failed are made of and would carry into every sum; they do not train."""
+    parts = {name: getattr(trajectory, name) for name in ("latents", "log_probs", "x0", "means")}
+    return replace(trajectory, **{name: part.nan_to_num(0, 0, 0) for name, part in parts.items() if part is not None})
+
+
 def micro_batches(rows: Sequence[int], size: int) -> Iterator[Rows]:
     """`rows` in parts of at most this size."""
     yield from (tuple(rows[start : start + size]) for start in range(0, len(rows), size))
@@ -42,6 +48,7 @@ class Losses:
     advantages: Float[Tensor, " b steps"]
     metrics: Metrics
     gate: Float[Tensor, " b"] | None = None  # how much of the pull to the reference counts for a sample; None: all
+    valid: Bool[Tensor, " b"] | None = None  # which samples train; None: all
     remembered: dict[Rows, list[Tensor]] = field(default_factory=dict)  # by micro-batch, a velocity (b, *s) a level
 
     def of(self, batch: Rows, first: bool) -> Iterator[Piece]:
@@ -101,35 +108,44 @@ class Losses:
             old = replace(new, v=self.remembered[batch][number] if batch in self.remembered else new.v.detach())
         self.metrics.add("calls/replay", len(batch))
         rows, groups = list(batch), self.trajectory.group_ids.to(x.device)
+        if self.valid is not None:  # who does not train is compared with nobody
+            groups = torch.where(self.valid, groups, -1 - torch.arange(len(groups), device=x.device))
         return ForwardBatch(x0, eps, self.advantages[rows, -1], new, old, reference, groups[rows], self._pull(rows, new.sigma))
 
     def _over_steps(self, batch: Rows, first: bool) -> Iterator[Piece]:
         choices, trajectory, window = self.parts.choices, self.trajectory, self.trajectory.dynamics.window
         weights = choices.step_weights(trajectory.dynamics.transition, self.parts.grid.sigmas, window)
         for step in window:
-            nodes = trajectory.nodes(batch, step)
-            loss = self._ask(self.step_batch(list(nodes), step, first), step)
+            nodes = trajectory.nodes([i for i in batch if self.valid is None or self.valid[i]] or batch, step)
+            loss = self._ask(self.step_batch(list(nodes), step, first), list(nodes), step)
             counts = torch.tensor(list(nodes.values()), device=loss.device)
             yield Piece(weights[step] * (counts * loss).sum() / len(window), step)
 
     def _over_trajectory(self, batch: Rows, first: bool) -> Iterator[Piece]:
         steps = [self.step_batch(batch, step, first) for step in self.trajectory.dynamics.window]
-        yield Piece(self._ask(steps).sum(), None)
+        yield Piece(self._ask(steps, batch).sum(), None)
 
     def _over_levels(self, batch: Rows, first: bool) -> Iterator[Piece]:
         count = self.parts.choices.levels.count
         for j in range(count):
             told = self.forward_batch(batch, j)
             self._log_moved(batch, j, told)
-            yield Piece(self._ask(told, j).sum() / count, j)
+            yield Piece(self._ask(told, batch, j).sum() / count, j)
 
     def _over_sample(self, batch: Rows, first: bool) -> Iterator[Piece]:
         levels = [self.forward_batch(batch, j) for j in range(self.parts.choices.levels.count)]
-        yield Piece(self._ask(levels).sum(), None)
+        yield Piece(self._ask(levels, batch).sum(), None)
 
-    def _ask(self, told: StepBatch | ForwardBatch | list[StepBatch] | list[ForwardBatch], place: int | None = None) -> Tensor:
-        """The objective's losses; what it says besides is logged, for what is watched by place also by place."""
+    def _ask(
+        self,
+        told: StepBatch | ForwardBatch | list[StepBatch] | list[ForwardBatch],
+        rows: Sequence[int],
+        place: int | None = None,
+    ) -> Tensor:
+        """The objective's losses, 0 for who does not train; what it says besides is logged, some of it also by place."""
         loss, stats = self.parts.choices.objective(told)
+        if self.valid is not None:
+            loss = torch.where(self.valid[list(rows)], loss, 0)
         self.metrics.update({"loss": loss, **stats})
         if place is not None:
             self.metrics.update({f"{name}/{place}": stats[name] for name in BY_PLACE if name in stats})
@@ -153,7 +169,7 @@ class Losses:
         """How far the clean sample that is predicted is from the one that came out, where the objective asks for it."""
         if getattr(self.parts.choices.objective, "stop_negatives", None) is None:
             return None
-        x0 = self.trajectory.x0[rows] * self.parts.grid.scale(self.parts.grid.num_steps)
+        x0 = self.trajectory.clean[rows]
         missed, size = ((y**2).flatten(1).mean(1).sqrt() for y in (prediction.x0.detach() - x0, x0))
         return missed / size
 
@@ -162,7 +178,7 @@ class Losses:
         trajectory, grid, parts = self.trajectory, self.parts.grid, self.parts
         moment = when(parts.config, trajectory.noise.iteration)
         level = parts.policy.level(grid, parts.choices.levels.at(moment, grid.sigmas)[number])
-        x0 = trajectory.x0[list(batch)] * grid.scale(grid.num_steps)
+        x0 = trajectory.clean[list(batch)]
         rows, shared = [trajectory.rows[i] for i in batch], parts.choices.objective.shared_noise
         eps, sigma = trajectory.noise.forward(rows, number, tuple(x0.shape), shared).to(x0.device), level.sigmas[0]
         return x0, eps, (1 - sigma) * x0 + sigma * eps, level

@@ -37,7 +37,7 @@ MEANINGS: dict[str, str] = {
     "kl_old": "Mean divergence of the policy from the one that sampled, at the trained steps; 0 on policy (dppo).",
     "loss": "What the optimizer minimises, mean over micro-batches; its gradient counts, its value says little.",
     "lr": "Learning rate of the last update of the iteration.",
-    "matching_error": "Mean squared error of the velocity against noise minus sample, at the trained levels (awm, nft, rwr).",
+    "matching_error": "Mean squared error of the velocity against noise minus sample, at the trained levels (forward family).",
     "margin": "How far the policy has got the way it is pushed: u times the centred advantage, or the logit (dpo, dgpo, crd).",
     "moved": "Mean squared difference of the velocity from the old policy's, at the trained levels; 0 with one update.",
     "moved/<place>": "The same by number of the level, 0 the first.",

@@ -65,15 +65,17 @@ def signal_of(signal: Callable[..., Tensor], values: Float[Tensor, " b k"], grou
     """The signal (b) of settled scores, in which a reward without any score in a group has no say there.
 
     Groups in which the same rewards speak are given to `signal` together, the weights of the silent ones set to 0: it sees
-    monitors, which it ignores. When all speak everywhere this is one call with the table as it is. NaN where none speaks,
-    and where a sample lacks a score that a sibling has.
+    monitors, which it ignores. A signal with settings for each reward has a method `restricted(speaks)`, where `speaks` says of
+    each reward of weight other than 0 whether it does. When all speak everywhere this is one call with the table as it is. NaN
+    where none speaks, and where a sample lacks a score that a sibling has.
     """
     speaks = _any_in_group(values.isfinite(), group_ids) & (weights != 0)
     result = torch.full_like(values[:, 0], torch.nan)
     for pattern in speaks.unique(dim=0):
         rows = (speaks == pattern).all(1)
         if pattern.any():
-            result[rows] = signal(values[rows], group_ids[rows], weights * pattern)
+            own = signal.restricted(pattern[weights != 0].tolist()) if hasattr(signal, "restricted") else signal
+            result[rows] = own(values[rows], group_ids[rows], weights * pattern)
     return result
 
 

@@ -25,7 +25,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Average:
-    """A moving average of the policy, so that KL limits how fast it goes, not how far.
+    """A moving average of the policy's weights (with an adapter, of the adapter's two factors), so that KL limits how fast it
+    goes, not how far.
 
     Source: the EMA-KL of AWM 2509.25050, by an implementation of others (decay 0.3).
     """

@@ -100,6 +100,12 @@ class Trajectory:
         return tuple(row.prompt for row in self.rows)
 
     @property
+    def clean(self) -> Float[Tensor, " b *s"]:
+        """The finished latents as the pipeline has them before it decodes; for flows they are `x0`."""
+        grid = self.dynamics.grid
+        return self.x0 * grid.scale(grid.num_steps)
+
+    @property
     def group_ids(self) -> Int[Tensor, " b"]:
         """The prompt id of each row."""
         return torch.tensor([row.prompt.id for row in self.rows])

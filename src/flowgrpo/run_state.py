@@ -33,6 +33,7 @@ def save(parts: Parts, iteration: int) -> Path:
         }
         checkpoint.save(folder, groups, state)
         checkpoint.prune(root, parts.config.checkpoint.keep)
+    parts.accelerator.wait_for_everyone()  # a process that ended now would have the launcher end the one that writes
     return folder
 
 

@@ -17,7 +17,7 @@ from flowgrpo.data import rank_slice
 from flowgrpo.data_loss import data_loss
 from flowgrpo.gradients import PlaceGradients
 from flowgrpo.health import Unhealthy, health_of
-from flowgrpo.losses import Losses, micro_batches
+from flowgrpo.losses import Losses, cleaned, micro_batches
 from flowgrpo.metrics import Metrics, read
 from flowgrpo.probe import probe
 from flowgrpo.rollout import Noise, Row, Trajectory, rollout
@@ -78,12 +78,13 @@ class Trainer:
             with self._timed("rollout"):
                 trajectory = self.rollout(k)
             with self._timed("score"):
-                scores = self.parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.x0)
+                scores = self.parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.clean)
             earned = credit(self.parts, scores, trajectory, self.metrics)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
             with self._timed("update"):
-                self.learn(Losses(self.parts, trajectory, earned.advantages, self.metrics, earned.gate))
+                told = (earned.advantages, self.metrics, earned.gate, earned.valid)
+                self.learn(Losses(self.parts, cleaned(trajectory), *told))
             self._follow(k)
         self.metrics.update(self.on_end(k))
         return self._finish(k, trajectory)
@@ -189,7 +190,7 @@ class Trainer:
         """Let the policy that samples and the reference follow what has been learnt."""
         parts, objective = self.parts, self.parts.choices.objective
         if parts.old is not None:
-            parts.old.update(min(objective.old_decay, objective.old_ramp * k))
+            parts.old.update(objective.old_stays(k))
         if parts.reference is not None and parts.reference.moves:
             parts.reference.follow(parts.choices.reference.stays(k, self.metrics.mean("kl", parts.accelerator)))
 

@@ -12,7 +12,7 @@ from flowgrpo.objectives.surrogate import Clipped
 from flowgrpo.transitions import Prediction, log_ratio
 
 USUAL_CLIP_RANGE = 1e-5
-USUAL_POWER = 0.5
+USUAL_POWER, USUAL_OFFSET = 0.5, 1e-4
 POWERS = {"uniform": 0, "t": 1, "t2": 2}
 
 
@@ -22,7 +22,7 @@ class Awm(Clipped, Forward):
 
         rho = exp(l - l_old),    e = mean (v - (eps - x0))^2
         "uniform", "t", "t2"     l = -w e,    w = 1, sigma or sigma^2
-        "huber"                  l = -(sigma / p) ((e + offset)^p - offset^p),    p = power, 1/2 unless it is given
+        "huber"                  l = -(sigma / p) ((e + offset)^p - offset^p),    p = power, 1/2, and offset, 1e-4, unless given
 
     The gradient at rho = 1 is that of the flow-matching loss, weighted by -A: what scored above its group becomes likelier.
     The smaller `power`, the less a sample weighs that is badly matched. Samples may come from any solver, without a window.
@@ -34,7 +34,7 @@ class Awm(Clipped, Forward):
 
     weighting: Literal["uniform", "t", "t2", "huber"] = "uniform"
     power: float | None = None
-    offset: float = 1e-4
+    offset: float | None = None
 
     def __post_init__(self) -> None:
         self.check_band(lambda: USUAL_CLIP_RANGE)
@@ -43,7 +43,9 @@ class Awm(Clipped, Forward):
             raise ValueError(f"objective.power has no effect with weighting={self.weighting}; remove it, or set huber")
         if self.power is not None and not 0 < self.power <= 1:
             raise ValueError(f"objective.power must be above 0 and at most 1, got {self.power}")
-        if not self.offset > 0:
+        if self.offset is not None and self.weighting != "huber":
+            raise ValueError(f"objective.offset has no effect with weighting={self.weighting}; remove it, or set huber")
+        if self.offset is not None and not self.offset > 0:
             raise ValueError(f"objective.offset must be above 0, got {self.offset}")
 
     def __call__(self, batch: ForwardBatch) -> tuple[Float[Tensor, " b"], Stats]:
@@ -56,5 +58,5 @@ class Awm(Clipped, Forward):
         error, sigma = matching_error(prediction, batch), prediction.sigma
         if self.weighting != "huber":
             return -(sigma ** POWERS[self.weighting]) * error
-        power = self.power or USUAL_POWER
-        return -sigma / power * ((error + self.offset) ** power - self.offset**power)
+        power, offset = self.power or USUAL_POWER, self.offset or USUAL_OFFSET
+        return -sigma / power * ((error + offset) ** power - offset**power)

@@ -28,7 +28,7 @@ SAID: dict[str, dict[str, str]] = {
         "needs_old": "whether it is told what the policy that sampled predicts",
         "needs_groups": "whether a micro-batch must hold whole groups",
         "shared_noise": "whether the samples of a group are noised with one noise",
-        "old_decay": "how much of the sampling policy stays when it follows the trained one; 0: they are one",
+        "old_decay": "whether the policy that samples is another than the trained one; if not 0, `old_stays(iteration)` too",
     },
 }
 SCOPES = {"ratio": ("step", "trajectory"), "forward": ("level", "sample")}

@@ -24,6 +24,7 @@ class Crd(Preference):
     Source: CRD 2603.14128, by an implementation of others; beta is ours.
     """
 
+    beta: float = 10.0
     form: Literal["mse", "bce"] = "mse"
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from flowgrpo.objectives.contract import ForwardBatch, PullsToReference, Stats
 from flowgrpo.transitions import Prediction, reduce_coordinates
 
 SMALLEST = 1e-5  # of what is divided by
+USUAL_RAMP = 0.01
 
 
 def matching_error(prediction: Prediction, batch: ForwardBatch) -> Float[Tensor, " b"]:
@@ -46,9 +47,11 @@ class Forward(PullsToReference):
     """A pull to the reference, kl times the mean over coordinates of (v - v_ref)^2, and where the old policy comes from.
 
     By default the old policy is the present one at the start of the iteration. With `old_decay` it is another, which also
-    samples: after iteration k it becomes d times itself plus 1 - d times the trained policy, d = min(old_decay, old_ramp k).
-    Then what is sampled changes slowly. Source: DiffusionNFT 2509.16117, by a third party's notes ("EMA old policy"; 0.5 in
-    an implementation of others); the ramp is ours.
+    samples: after iteration k its weights (with an adapter, the adapter's) become d times themselves plus 1 - d times the
+    trained ones, d = min(old_decay, old_ramp k), with a ramp of 0.01 by default. Then what is sampled changes slowly.
+
+    Source: DiffusionNFT 2509.16117, by a third party's notes ("EMA old policy"; 0.5 in an implementation of others); the ramp
+    is ours.
     """
 
     family: ClassVar[Literal["forward"]] = "forward"
@@ -58,15 +61,21 @@ class Forward(PullsToReference):
 
     shared_noise: bool = False
     old_decay: float = 0.0
-    old_ramp: float = 0.01
+    old_ramp: float | None = None
+
+    def old_stays(self, iteration: int) -> float:
+        """The share of the old policy that stays after an iteration (from 0)."""
+        return min(self.old_decay, (USUAL_RAMP if self.old_ramp is None else self.old_ramp) * iteration)
 
     def check_forward(self) -> None:
         """Raise ValueError for a pull or an old policy that is out of range or has no effect."""
         self.check_kl()
         if not 0 <= self.old_decay < 1:
             raise ValueError(f"objective.old_decay must be from 0 to below 1, got {self.old_decay}")
-        if not self.old_ramp > 0:
+        if self.old_ramp is not None and not self.old_ramp > 0:
             raise ValueError(f"objective.old_ramp must be above 0, got {self.old_ramp}")
+        if self.old_ramp is not None and not self.old_decay:
+            raise ValueError("objective.old_ramp has no effect without old_decay; set objective.old_decay, or remove it")
         if self.old_decay and not self.needs_old:
             raise ValueError("objective.old_decay has no effect: this objective has no old policy; remove it")
 

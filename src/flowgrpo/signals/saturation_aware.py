@@ -1,7 +1,7 @@
 """Our hardened rule: a reward that has no more to say in a group loses its weight there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -78,6 +78,14 @@ class SaturationAware(Remembers):
         result = torch.zeros(values.shape, dtype=torch.float64)
         result[:, weighted] = _ratio(w, w.sum(1, keepdim=True))
         return result
+
+    def restricted(self, speaks: Sequence[bool]) -> "SaturationAware":
+        """The same rule where only these of the weighted rewards have a say: the others' ranges are left out."""
+        if self.ranges is None or self.ranges == "running" or all(speaks):
+            return self
+        part = replace(self, ranges=tuple(one for one, own in zip(self.ranges, speaks, strict=True) if own))
+        part.calibration = self.calibration
+        return part
 
     def check(self, weights: Float[Tensor, " k"], ranges: Sequence[Range | None] = ()) -> None:
         """Raise ValueError unless weights and settings go together; what the reward models declare is not used."""

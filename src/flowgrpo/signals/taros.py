@@ -1,7 +1,7 @@
 """TaRoS as printed: components weighed by their group's level and sparsity."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -68,6 +68,24 @@ class Taros(Remembers):
         result = torch.zeros(values.shape, dtype=torch.float64)
         result[:, columns[order]] = organised(stats, thresholds, self.beta)
         return result
+
+    def restricted(self, speaks: Sequence[bool]) -> "Taros":
+        """The same rule where only these of the weighted rewards have a say: the others' settings are left out."""
+        if all(speaks):
+            return self
+        order = [k for k in self.order or range(len(speaks)) if speaks[k]]
+        rank = {k: position for position, k in enumerate(k for k in range(len(speaks)) if speaks[k])}
+        ranges = None if self.ranges is None else tuple(self.ranges[k] for k in rank)
+        thresholds, last = self.thresholds, self.last_threshold
+        if thresholds != "history":
+            own = dict(zip(self.order or range(len(speaks)), (*thresholds, last), strict=True))
+            *first, last = (own[k] for k in order)
+            thresholds = tuple(value for value in first if isinstance(value, float))
+        elif order[-1] != (self.order or range(len(speaks)))[-1]:
+            last = "history"
+        part = replace(self, thresholds=thresholds, last_threshold=last, order=tuple(rank[k] for k in order), ranges=ranges)
+        part.calibration = self.calibration
+        return part
 
     def check(self, weights: Float[Tensor, " k"], ranges: Sequence[Range | None] = ()) -> None:
         """Raise ValueError unless weights, settings and the ranges that the reward models declare go together."""
