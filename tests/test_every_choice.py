@@ -5,17 +5,13 @@ import torch
 
 from flowgrpo.build import build
 from flowgrpo.credit import credit
-from flowgrpo.group_noise import GROUP_NOISES, Tree
-from flowgrpo.levels import LEVELS
+from flowgrpo.group_noise import Tree
 from flowgrpo.losses import Losses
 from flowgrpo.metrics import Metrics
 from flowgrpo.objectives import OBJECTIVES
 from flowgrpo.rollout import Noise, Row, replay, rollout
-from flowgrpo.solvers import SOLVERS
 from flowgrpo.step_weights import STEP_WEIGHTS
 from flowgrpo.trainer import Trainer
-from flowgrpo.transitions import TRANSITIONS
-from flowgrpo.window import WINDOWS
 from tests.toys import config
 
 SIZED = {"progressive", "linear_decay", "exponential_decay", "coverage", "random", "frozen", "variance"}
@@ -25,24 +21,14 @@ RULES = ({"use": "average"}, {"use": "reset", "every": 1})
 CLIPS = ({"clip_low": 1e-2}, {"clip": "upper"}, {"clip": "none", "soft": 1.0})
 GROUPS = {"optimizer__micro_batch_size": 4}  # for what compares the samples of a group
 FORWARD = [name for name, factory in OBJECTIVES.items() if factory.family == "forward"]
-CHOICES = [
-    *({"sampler__window": {"use": name, **({"size": 2} if name in SIZED else {})}} for name in [*WINDOWS, "variance"]),
-    *({"sampler__transition": name} for name in TRANSITIONS),
-    *({"sampler__tail": {"solver": name, "num_steps": 2}} for name in SOLVERS),
-    *({"sampler__group_noise": name} for name in GROUP_NOISES if name != "tree"),
-    {"sampler__group_noise": TREE, "sampler__window": "all"},
-    *({"step_weights": {"use": name, "budget_neutral": neutral}} for name in STEP_WEIGHTS for neutral in (True, False)),
-    {"sampler__solver": "heun"},
+CHOICES = [  # beside those of test_pairs.py
+    *({"step_weights": {"use": name, "budget_neutral": True}} for name in STEP_WEIGHTS),
     {"sampler__transition": "cps", "objective": {"use": "clipped_ratio", "density": "unit"}},
-    *({"objective": name, **GROUPS} for name in OBJECTIVES),
     *({"objective": {"use": "clipped_ratio", **clip}} for clip in CLIPS),
-    *({"objective": name, **ODE, **GROUPS} for name in FORWARD),
     *({"objective": {"use": name, "kl": 0.1}, "reference": rule, **GROUPS} for name in OBJECTIVES for rule in RULES),
     *({"objective": {"use": name, "kl": 0.1, "kl_gate": 0.25, "kl_from": 0.5}, **GROUPS} for name in OBJECTIVES),
     *({"objective": {"use": name, "old_decay": 0.5}, **ODE, **GROUPS} for name in FORWARD if OBJECTIVES[name].needs_old),
-    *({"objective": name, "samples": "extremes", **GROUPS} for name in OBJECTIVES),
-    *({"objective": {"use": name, "stop_negatives": 0.5}} for name in ("clipped_ratio", "guard", "dppo")),
-    *({"objective": "awm", "levels": {"use": name, "count": 2}, **ODE} for name in LEVELS),
+    *({"objective": {"use": name, "stop_negatives": 0.5}} for name in ("clipped_ratio", "dppo")),
     {"objective": {"use": "nft", "adaptive": False, "kl": 0.1}, "sampler__group_noise": TREE, "sampler__window": "all"},
 ]
 
