@@ -14,7 +14,6 @@ from flowgrpo.step_weights import STEP_WEIGHTS
 from flowgrpo.trainer import Trainer
 from tests.toys import config
 
-SIZED = {"progressive", "linear_decay", "exponential_decay", "coverage", "random", "frozen", "variance"}
 TREE = {"use": "tree", "splits": [0, 1]}
 ODE = {"sampler__window": "none", "sampler__group_noise": "distinct"}
 RULES = ({"use": "average"}, {"use": "reset", "every": 1})
