@@ -221,8 +221,11 @@ def test_memory_is_flat_over_sixty_iterations(folder):
 def test_a_gradient_that_is_not_finite_is_an_error_and_changes_nothing(folder, monkeypatch):
     trainer = trainer_of(folder, "nan")
     before = {name: p.detach().clone() for name, p in trainer.parts.trained.items()}
-    broken = Piece(sum(p.sum() for p in trainer.parts.trained.values()) * float("nan"), None)
-    monkeypatch.setattr("flowgrpo.losses.Losses.of", lambda *_: [broken])
+
+    def broken(*_):
+        return [Piece(sum(p.sum() for p in trainer.parts.trained.values()) * float("nan"), None)]
+
+    monkeypatch.setattr("flowgrpo.losses.Losses.of", broken)
     with pytest.raises(FloatingPointError, match=r"iteration 0.*not finite.*lower optimizer.lr"):
         trainer.iteration(0)
     assert all(torch.equal(p, before[name]) for name, p in trainer.parts.trained.items())
