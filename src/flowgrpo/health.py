@@ -31,7 +31,7 @@ class Limits:
     `error`: the matching error, `canary`: a canary of the pictures, up or down, both as a multiple of the start's.
     """
 
-    moved: float = 0.1
+    moved: float = 0.25
     spread: float = 2.0
     kl_old: float = 25.0
     fall: float = 0.7
