@@ -104,6 +104,7 @@ def packed(pairs: dict[frozenset[Choice], dict[str, int]], accepted) -> list[dic
     return rows
 
 
+@pytest.mark.timeout(1800)  # some two hundred runs
 def test_every_pair_of_choices_trains_or_is_refused_with_the_reason(tmp_path, monkeypatch):
     raw_config(tmp_path)  # writes the pipeline and the prompts
     seen: dict[frozenset, str | None] = {}
