@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.build import build
-from flowgrpo.config import load_config
-from flowgrpo.health import Health, Limits, Unhealthy
+from flowgrpo.config import HealthConfig, load_config
+from flowgrpo.health import Health, Unhealthy
 from flowgrpo.metrics import Metrics, read
 from flowgrpo.objectives import OBJECTIVES
 from flowgrpo.objectives.awm import Awm
@@ -29,7 +29,7 @@ SOUND = {
 
 def told(objective, *changes, limits=None):
     """What is said of each iteration, the first of which are sound."""
-    health = Health(objective, ["r"], limits)
+    health = Health(objective, ["r"], limits or HealthConfig())
     return [health.look({**SOUND, **change}) for change in ({}, {}, {}, *changes)]
 
 
@@ -87,8 +87,8 @@ def test_an_old_policy_that_lags_on_purpose_has_not_gone_too_far():
 
 def test_a_monitor_may_fall_and_limits_are_ones_own():
     assert told(Awm(), *[{"score/m/mean": 0.0}] * 5)[-5:] == [[]] * 5
-    assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=Limits(fall=1.0))[-5:] == [[]] * 5
-    assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=Limits(fall=0.6))[-5:] != [[]] * 5
+    assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=HealthConfig(fall=1.0))[-5:] == [[]] * 5
+    assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=HealthConfig(fall=0.6))[-5:] != [[]] * 5
 
 
 def test_the_loop_warns_or_saves_and_stops_and_a_resumed_run_remembers_its_start(tmp_path):

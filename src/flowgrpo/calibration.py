@@ -16,9 +16,9 @@ PARTS = [part.name for part in fields(Calibration)]
 
 
 def as_json(calibration: Calibration, names: Sequence[str], counts: Sequence[int], model: str) -> dict[str, Any]:
-    """What a file says; `counts` are the scores that each reward was seen with."""
+    """What a file says of a calibration without gaps; `counts` are the scores that each reward was seen with."""
     rewards = {
-        name: {"scores": counts[k], **{part: _column(getattr(calibration, part), k) for part in PARTS}}
+        name: {"scores": counts[k], **{part: getattr(calibration, part)[..., k].tolist() for part in PARTS}}
         for k, name in enumerate(names)
     }
     return {"model": model, "rewards": rewards}
@@ -53,8 +53,3 @@ def read(path: str | Path, names: Sequence[str]) -> Calibration:
 def share_outside(scores: Float[Tensor, " n"], quantiles: Float[Tensor, " q"]) -> float:
     """The share of scores below the lowest or above the highest quantile; 0 for none. About 1 % of usual scores are."""
     return float(((scores < quantiles[0]) | (scores > quantiles[-1])).double().mean()) if len(scores) else 0.0
-
-
-def _column(values: Tensor, k: int) -> float | list[float | None] | None:
-    found = values[..., k].tolist()
-    return found if isinstance(found, list) or found == found else None

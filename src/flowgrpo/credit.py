@@ -53,23 +53,13 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
         columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
     advantages = torch.stack(columns, 1)
-    _log(parts, metrics, scores.names, values, signal, advantages, ids)
-    _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
-    if parts.usual is not None:
-        for k, name in enumerate(scores.names):
-            valid = values[~values[:, k].isnan(), k]
-            metrics.add(f"score/{name}/outside", share_outside(valid, parts.usual.quantiles[:, k]))
-    for name, column in zip(scores.names, values.T, strict=True):
-        metrics.add(f"score/{name}/tied", tied_fraction(column, ids))
-        metrics.add(f"score/{name}/tau", kendall_tau(advantages[:, -1], column, ids))
-    for name, canary in CANARIES.items():
-        metrics.add(f"canary/{name}", canary(trajectory.media))
-    share, gate = getattr(choices.objective, "kl_gate", 1.0), None
     if isinstance(choices.signal, Calibrated):
         choices.signal.update(settled, ids)
-    if share < 1:
-        doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)
-        gate = most_doubted(doubts, share).to(signal.dtype) if doubts.any() else None  # nothing is known: all count
+    _log_scores(parts, metrics, scores.names, values, advantages, ids)
+    _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
+    metrics.update({f"canary/{name}": canary(trajectory.media) for name, canary in CANARIES.items()})
+    metrics.update({"signal/mean": signal, "unique_prompts": len(ids.unique())})
+    gate = _gate(parts, signal, values, ids)
     mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
     own = slice(mine.start, mine.stop)
     gates = None if gate is None else gate[own].to(accelerator.device)
@@ -92,17 +82,28 @@ def gathered(parts: Parts, values: Tensor) -> Tensor:
     return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
 
 
-def _log(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: Tensor, signal: Tensor, advantages: Tensor,
-         ids: Tensor) -> None:  # fmt: skip
-    for name, column in zip(names, values.T, strict=True):
+def _gate(parts: Parts, signal: Tensor, values: Tensor, ids: Tensor) -> Tensor | None:
+    """1 for the samples that are doubted most, for whom alone the pull counts; None for all, also where nothing is known."""
+    share = getattr(parts.choices.objective, "kl_gate", 1.0)
+    if share == 1:
+        return None
+    doubts = doubt(signal, values[:, parts.scorer.weights == 0], ids)
+    return most_doubted(doubts, share).to(signal.dtype) if doubts.any() else None
+
+
+def _log_scores(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: Tensor, advantages: Tensor,
+                ids: Tensor) -> None:  # fmt: skip
+    for k, (name, column) in enumerate(zip(names, values.T, strict=True)):
         valid = column[~column.isnan()]
         metrics.add(f"score/{name}/mean", valid.mean())
         metrics.add(f"score/{name}/std", valid.std(correction=0) if len(valid) else torch.nan)
-    metrics.add("signal/mean", signal)
+        metrics.add(f"score/{name}/tied", tied_fraction(column, ids))
+        metrics.add(f"score/{name}/tau", kendall_tau(advantages[:, -1], column, ids))
+        if parts.usual is not None:
+            metrics.add(f"score/{name}/outside", share_outside(valid, parts.usual.quantiles[:, k]))
     spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
     metrics.add("advantage/zero_std_groups", (spread == 0).float())
     metrics.add("advantage/abs_mean", advantages.abs())
-    metrics.add("unique_prompts", len(ids.unique()))
 
 
 def _log_missing(parts: Parts, metrics: Metrics, scores: Scores, missing: Tensor, silent: Tensor, signal: Tensor) -> None:

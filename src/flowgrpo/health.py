@@ -4,13 +4,12 @@ The limits were set on the embedded world, between runs with their recipe's lear
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import nan
 from statistics import fmean
 from typing import Any
 
 from flowgrpo.canaries import CANARIES
-from flowgrpo.config import RunConfig
+from flowgrpo.config import HealthConfig, RunConfig
 
 FIRST, LAST = 3, 3  # iterations that are the start, and the latest ones that are held against it
 MAY_FALL = {"high_frequency"}  # noise that training cleans away is no fault
@@ -21,29 +20,11 @@ class Unhealthy(RuntimeError):
     """The run looks broken, and its config says to stop then; it was saved."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a healthy run stays within.
-
-    `moved`: the mean squared change of the velocity within an iteration over the matching error, for what learns from finished
-    samples. `spread`: the mean |log ratio| of an iteration over the clip range. `kl_old`: its divergence over `threshold`, for
-    `dppo`. `fall`: how far the mean of a weighted score may fall below the start's, in the start's standard deviations.
-    `error`: the matching error, `canary`: a canary of the pictures, up or down, both as a multiple of the start's.
-    """
-
-    moved: float = 0.25
-    spread: float = 2.0
-    kl_old: float = 25.0
-    fall: float = 0.7
-    error: float = 3.0
-    canary: float = 2.0
-
-
 class Health:
-    """Looks at every iteration's metrics and says once what is wrong with them."""
+    """Looks at every iteration's metrics and says once what is wrong with them. `limits`: what a healthy run stays within."""
 
-    def __init__(self, objective: Any, rewards: Sequence[str], limits: Limits | None = None) -> None:
-        self.objective, self.rewards, self.limits = objective, tuple(rewards), limits or Limits()
+    def __init__(self, objective: Any, rewards: Sequence[str], limits: HealthConfig) -> None:
+        self.objective, self.rewards, self.limits = objective, tuple(rewards), limits
         self.rows: list[Values] = []
         self.start: list[Values] = []
         self.said: set[str] = set()
@@ -128,7 +109,7 @@ class Health:
 def health_of(config: RunConfig, objective: Any) -> Health:
     """The health of a configured run."""
     rewards = [reward.name for reward in config.rewards if reward.weight]
-    return Health(objective, rewards, Limits(**config.health.model_dump(exclude={"then"})))
+    return Health(objective, rewards, config.health)
 
 
 def _mean(rows: Sequence[Values], name: str) -> float:

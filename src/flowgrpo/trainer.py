@@ -107,16 +107,15 @@ class Trainer:
         self._check_stop()
         alone = parts.accelerator.num_processes == 1  # others may have another number of batches: they agree here only
         between = self._check_stop if alone else lambda: None
-        with self._sampling_weights():
-            self.metrics.add("calls/probe", probe(parts, moment, between))
         prompts = [parts.prompts[i] for i in parts.group_sampler.at(k)]
         rows = [Row(prompt, sample) for prompt in prompts for sample in range(self.config.group_size)]
         accelerator = parts.accelerator
         mine = rank_slice(len(rows), accelerator.process_index, accelerator.num_processes)
-        dynamics = parts.dynamics(parts.choices.window.at(moment))
         noise = Noise(self.config.seed, k, parts.choices.group_noise)
         size = self.config.sampler.batch_size
         with self._sampling_weights():
+            self.metrics.add("calls/probe", probe(parts, moment, between))
+            dynamics = parts.dynamics(parts.choices.window.at(moment))  # which the probe may have moved
             return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between)
 
     def learn(self, losses: Losses) -> None:

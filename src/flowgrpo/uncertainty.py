@@ -4,14 +4,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowgrpo.signals.pairs import compare
+
 
 def wins(values: Float[Tensor, " b"], group_ids: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """The share of the other valid samples of its group that each one beats, ties half; NaN where it or all others are NaN."""
-    same = (group_ids[:, None] == group_ids[None, :]) & ~torch.eye(len(values), dtype=torch.bool)
-    rivals = same & ~values.isnan()[None, :]
-    better = (values[:, None] > values[None, :]).double() + 0.5 * (values[:, None] == values[None, :]).double()
-    share = (better * rivals).sum(1) / rivals.sum(1)
-    return torch.where(values.isnan(), torch.nan, share).to(values.dtype)
+    return compare(values[:, None], group_ids, None).preference.nanmean(1)[:, 0].to(values.dtype)
 
 
 def doubt(signal: Float[Tensor, " b"], others: Float[Tensor, " b n"], group_ids: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
