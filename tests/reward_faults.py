@@ -57,3 +57,13 @@ class Latents:
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         return media.flatten(1).mean(1)
+
+
+class Redder:
+    """A judge who prefers the redder sample."""
+
+    compares = True
+
+    def __call__(self, pairs: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        red = pairs[:, :, :, 0].mean((2, 3, 4))
+        return 0.5 + 0.5 * (red[:, 0] - red[:, 1]).sign()

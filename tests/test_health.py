@@ -23,13 +23,14 @@ RECIPES = {
 }  # fmt: skip
 SOUND = {
     "score/r/mean": 0.5, "score/r/std": 0.2, "score/m/mean": 0.5, "score/m/std": 0.2, "ratio/spread": 1e-4, "kl_old": 5e-5,
-    "moved": 1e-3, "matching_error": 0.4, "canary/contrast": 0.2, "canary/high_frequency": 0.1,
+    "moved": 1e-3, "matching_error": 0.4, "canary/contrast": 0.2, "canary/contrast/std": 0.1,
+    "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
 }  # fmt: skip
 
 
 def told(objective, *changes, limits=None):
     """What is said of each iteration, the first of which are sound."""
-    health = Health(objective, ["r"], limits or HealthConfig())
+    health = Health(objective, ["r"], ["m"], limits or HealthConfig())
     return [health.look({**SOUND, **change}) for change in ({}, {}, {}, *changes)]
 
 
@@ -57,7 +58,8 @@ def test_what_has_no_unit_is_not_held_against_one():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"score/r/mean": 0.3}, "r has fallen from 0.5 to"),
+        ({"score/r/mean": 0.3}, "r has fallen from 0.5 to 0.3, 1 standard deviations of the start, half of it by iteration"),
+        ({"score/m/mean": 0.3}, "m, which is not trained on, has fallen from 0.5 to 0.3, 1 standard deviations of"),
         ({"matching_error": 2.0}, "the matching error has grown from 0.4 to"),
         ({"canary/contrast": 0.05}, "contrast of the samples has gone from 0.2 to"),
         ({"canary/high_frequency": 0.5}, "high frequency of the samples has gone from 0.1 to"),
@@ -65,15 +67,22 @@ def test_what_has_no_unit_is_not_held_against_one():
     ],
 )
 def test_what_became_worse_than_the_start_is_said_once_it_lasts(change, words):
-    heard = [message for messages in told(Awm(), {}, *[change] * 4) for message in messages]
+    heard = [message for messages in told(Awm(), {}, *[change] * 6) for message in messages]
     assert len(heard) == 1
     assert heard[0].startswith(words)
     slight = {name: SOUND[name] + 0.1 * (value - SOUND[name]) for name, value in change.items()}
     assert told(Awm(), *[slight] * 4) == [[]] * 7
 
 
-def test_noise_that_is_cleaned_away_is_no_fault():
-    assert told(Awm(), *[{"canary/high_frequency": 0.001}] * 4) == [[]] * 7
+def test_it_is_said_since_when_something_drifts():
+    drift = [{"canary/contrast": 0.2 + 0.011 * i} for i in range(1, 15)]
+    heard = [(k, message) for k, messages in enumerate(told(Awm(), *drift)) for message in messages]
+    assert [k for k, _ in heard] == [13]
+    assert "from 0.2 to 0.31, 1.1 standard deviations of the start, half of it by iteration 8" in heard[0][1]
+    back = [{"canary/contrast": 0.27}] * 4 + [{}] * 4 + [{"canary/contrast": 0.9}] * 3
+    last = [message for messages in told(Awm(), *back) for message in messages]
+    assert len(last) == 1
+    assert "half of it by iteration 11" in last[0]
 
 
 def test_what_is_missing_has_not_fallen():
@@ -85,8 +94,7 @@ def test_an_old_policy_that_lags_on_purpose_has_not_gone_too_far():
     assert told(Awm(old_decay=0.5), {"moved": 1.0})[-1] == []
 
 
-def test_a_monitor_may_fall_and_limits_are_ones_own():
-    assert told(Awm(), *[{"score/m/mean": 0.0}] * 5)[-5:] == [[]] * 5
+def test_limits_are_ones_own():
     assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=HealthConfig(fall=1.0))[-5:] == [[]] * 5
     assert told(Awm(), *[{"score/r/mean": 0.35}] * 5, limits=HealthConfig(fall=0.6))[-5:] != [[]] * 5
 

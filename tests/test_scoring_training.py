@@ -54,6 +54,7 @@ def cases(parts, healthy):
         "monitor": [RED, {**SHAKY, "args": batch, "weight": 0}],
         "applies": [RED, {"name": "only", "use": "tests.reward_faults:OnlyFor", "args": {"prompt": first}, "missing": "stop"}],
         "latents": [{"name": "latent", "use": "tests.reward_faults:Latents"}],
+        "judge": [{"name": "judge", "use": "tests.reward_faults:Redder"}, {**RED, "weight": 0}],
     }
 
 
@@ -149,6 +150,13 @@ def test_a_reward_of_latents_trains_on_them(alone):
     assert scores.isfinite().all()
     assert scores.min() < 0  # they are no pixels
     assert (advantages(alone["latents"]) != 0).all()
+
+
+def test_a_judge_of_pairs_gives_ranks(alone):
+    judge, red = torch.tensor(alone["judge"]["scores"][0]).view(2, 4, 2).unbind(2)
+    assert torch.equal(judge.argsort(1), red.argsort(1))
+    assert torch.allclose(judge.sort(1).values, torch.tensor([0, 1, 2, 3]) / 3)
+    assert torch.equal(advantages(alone["judge"]).argsort(1), red.argsort(1))
 
 
 @contextmanager

@@ -88,6 +88,7 @@ def build(config: RunConfig, accelerator: Accelerator | None = None) -> Parts:
     group_sampler = GroupSampler(len(prompts), config.prompts_per_iteration, config.seed)
     scorer = build_scorer(config.rewards, str(accelerator.device))
     check_signal(choices.signal, scorer.weights, [component.traits.range for component in scorer.components])
+    _check_judges(config, scorer, geometry)
     usual = None
     if config.calibration is not None:
         usual = calibration.read(config.calibration, scorer.names)
@@ -122,6 +123,23 @@ def _check_processes(accelerator: Accelerator) -> None:
             f"{launched} processes were launched, but each would train alone ({accelerator.num_processes} seen); "
             "on CPUs launch with ACCELERATE_USE_CPU=true"
         )
+
+
+def _check_judges(config: RunConfig, scorer: Scorer, geometry: Geometry) -> None:
+    judges = [one.name for one in scorer.components if one.traits.compares]
+    if judges and geometry.samples_per_process % config.group_size:
+        raise ValueError(
+            f"reward {judges[0]!r} compares the samples of a group, so each process needs whole ones: prompts_per_iteration="
+            f"{config.prompts_per_iteration} must be a multiple of the processes; change it"
+        )
+    if config.prompts.heldout is not None and config.gold in judges:
+        raise ValueError(
+            f"evaluation.gold: {config.gold!r} compares samples, of which an evaluation has one a prompt; name a reward that "
+            "scores single ones"
+        )
+    for reward, one in zip(config.rewards, scorer.components, strict=True):
+        if not one.traits.compares and (reward.opponents is not None or not reward.both_orders):
+            raise ValueError(f"rewards.{reward.name}: opponents and both_orders are for judges of pairs; remove them")
 
 
 def _check_sizes(prompts: PromptSet) -> None:
@@ -196,4 +214,5 @@ def _component(reward: RewardConfig, device: str) -> Component:
         reward.name, model, reward.weight, reward.batch_size, reward.timeout_s, reward.retries, reward.retry_wait_s,
         reward.missing or "mask", reward.device, DTYPES[reward.dtype],
         identity=json.dumps([reward.use, reward.args, reward.dtype], sort_keys=True, default=str),
+        opponents=reward.opponents, both_orders=reward.both_orders,
     )  # fmt: skip

@@ -29,10 +29,13 @@ class RewardModel(Protocol):
     range: tuple[float, float] | None
     takes: Takes
     needs_motion: bool
+    compares: bool
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Media (b, f, 3, h, w) in [0, 1], or clean latents (b, ...), and b prompts to scores (b,), on any device.
 
+        A judge, a model that `compares`, gets pairs of samples of one prompt: media (b, 2, f, 3, h, w). Its answers are in
+        [0, 1]: 1 where the first is better, 1/2 for a tie.
         Latents are as the pipeline has them before it decodes: packed, and on its own scale, where it packs and scales.
         """
         ...
@@ -40,12 +43,13 @@ class RewardModel(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a reward model says of itself: unit and range of its scores, what it takes, whether it needs motion."""
+    """What a reward model says of itself: unit and range of its scores, what it takes, whether it needs motion or compares."""
 
     unit: str = "score"
     range: tuple[float, float] | None = None
     takes: Takes = "media"
     needs_motion: bool = False
+    compares: bool = False
 
     @classmethod
     def of(cls, model: Callable[..., Any]) -> "Traits":
@@ -62,7 +66,8 @@ class Component:
     `timeout_s` is in seconds a batch, `retries` are further tries after a failure. Before the n-th of these it waits
     `retry_wait_s` x 2^(n - 1) seconds, a minute at most. `missing` is the policy where a score is missing in training
     (`missing.settle`). Samples are moved to `device` (None: they stay), networks compute in `dtype` (by autocast). Equal
-    `identity` stands for equal scores in a cache; where it is empty nothing is cached.
+    `identity` stands for equal scores in a cache; where it is empty nothing is cached. A judge compares each sample with at
+    least `opponents` of its siblings (None: all), each pair in `both_orders` or one (`judging.pairs_of`).
     """
 
     name: str
@@ -76,6 +81,8 @@ class Component:
     device: str | None = None
     dtype: torch.dtype = torch.float32
     identity: str = ""
+    opponents: int | None = None
+    both_orders: bool = True
 
     def __post_init__(self) -> None:
         where = f"reward {self.name!r}"
@@ -86,6 +93,8 @@ class Component:
                 f"{where}: batch_size must be at least 1 and retries at least 0, "
                 f"got {self.batch_size} and {self.retries}; correct them"
             )
+        if self.opponents is not None and self.opponents < 1:
+            raise ValueError(f"{where}: opponents must be at least 1, got {self.opponents}; null means all siblings")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ValueError(f"{where}: timeout_s must be above 0, got {self.timeout_s}; null means no limit")
         if not 0 <= self.retry_wait_s < math.inf:

@@ -117,6 +117,10 @@ class RewardConfig(Section):
     missing: Literal["mask", "drop", "skip", "stop"] | None = Field(
         default=None, description="No score: mask the sample (default), drop the reward in its group, skip the group, stop."
     )
+    opponents: Positive | None = Field(
+        default=None, description="A judge of pairs: siblings that each sample is compared with, at least; default: all."
+    )
+    both_orders: bool = Field(default=True, description="A judge of pairs: each pair is shown in both orders.")
     device: str | None = Field(default=None, description="Where the model and its samples are; default: the policy's device.")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Compute type of its networks (autocast).")
 
@@ -125,6 +129,13 @@ class RewardConfig(Section):
         if self.weight == 0 and self.missing is not None:
             raise ValueError(f"missing={self.missing} has no effect on a monitor (weight 0); remove it, or raise the weight")
         return self
+
+
+class ScoringConfig(Section):
+    overlap: bool | None = Field(
+        default=None, description="Score finished samples while others are drawn; default: unless the policy is on the CPU."
+    )
+    cache: str | None = Field(default=None, description="Folder of scores by content, for evaluations; null: none.")
 
 
 class OptimizerConfig(Section):
@@ -173,9 +184,9 @@ class HealthConfig(Section):
     moved: Above0 = Field(default=0.25, description="Most change of the velocity in an iteration, in matching errors.")
     spread: Above0 = Field(default=2.0, description="Most |log ratio| of an iteration, in clip ranges.")
     kl_old: Above0 = Field(default=25.0, description="Most divergence of an iteration, in thresholds (dppo).")
-    fall: Above0 = Field(default=0.7, description="Most fall of a weighted score, in standard deviations at the start.")
+    fall: Above0 = Field(default=0.7, description="Most fall of a score, in standard deviations at the start.")
     error: Above0 = Field(default=3.0, description="Most matching error, in those of the start.")
-    canary: Above0 = Field(default=2.0, description="Most of a canary in those of the start, or its inverse.")
+    canary: Above0 = Field(default=1.0, description="Most drift of a canary, in standard deviations at the start.")
 
 
 class CheckpointConfig(Section):
@@ -206,6 +217,7 @@ class RunConfig(Section):
     prompts: PromptsConfig
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig)
     signal: Slot = Field(
         default=Slot(use="standardized_sum"), description="Scores to one number: weighted_sum, standardized_sum."
     )

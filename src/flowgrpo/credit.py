@@ -11,7 +11,8 @@ from flowgrpo.calibration import share_outside
 from flowgrpo.canaries import CANARIES, kendall_tau
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
-from flowgrpo.groups import tied_fraction
+from flowgrpo.groups import group_stats, tied_fraction
+from flowgrpo.judging import blocks
 from flowgrpo.metrics import Metrics
 from flowgrpo.missing import missing_scores, signal_of, silent_groups
 from flowgrpo.rollout import Trajectory
@@ -39,8 +40,9 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
     choices, window, accelerator = parts.choices, trajectory.dynamics.window, parts.accelerator
     values, asked, ids = (gathered(parts, part) for part in (scores.values, scores.was_asked, trajectory.group_ids))
     settled = parts.scorer.settle(values, asked, ids)
+    judged = None if scores.judged is None else blocks(gathered(parts, scores.judged).split(len(scores.values)))
     try:
-        signal = signal_of(choices.signal, settled, ids, parts.scorer.weights)
+        signal = signal_of(choices.signal, settled, ids, parts.scorer.weights, judged)
     except ValueError as error:  # such as scores out of the range that was promised: nothing of the iteration is learnt
         raise RewardError(f"iteration {trajectory.noise.iteration}: {error}") from error
     if not signal.isfinite().any():
@@ -53,11 +55,13 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
         nodes = torch.tensor([trajectory.within.node(i, step, window) for i in samples]).repeat(len(ids) // len(samples))
         columns.append(choices.advantage(node_means(signal, torch.stack([ids, nodes], 1)), ids))
     advantages = torch.stack(columns, 1)
+    _log_shares(parts, metrics, scores.names, settled, ids)
     if isinstance(choices.signal, Calibrated):
         choices.signal.update(settled, ids)
     _log_scores(parts, metrics, scores.names, values, advantages, ids)
     _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
-    metrics.update({f"canary/{name}": canary(trajectory.media) for name, canary in CANARIES.items()})
+    if trajectory.media is not None:
+        _log_canaries(metrics, trajectory.media)
     metrics.update({"signal/mean": signal, "unique_prompts": len(ids.unique())})
     gate = _gate(parts, signal, values, ids)
     mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
@@ -104,6 +108,30 @@ def _log_scores(parts: Parts, metrics: Metrics, names: tuple[str, ...], values: 
     spread = torch.stack([advantages[ids == i].abs().amax() for i in ids.unique()])
     metrics.add("advantage/zero_std_groups", (spread == 0).float())
     metrics.add("advantage/abs_mean", advantages.abs())
+
+
+def _log_shares(parts: Parts, metrics: Metrics, names: tuple[str, ...], settled: Tensor, ids: Tensor) -> None:
+    """What the signal made of the weights, where it weighs each group by itself, and what each reward has left to say."""
+    signal, weights = parts.choices.signal, parts.scorer.weights
+    usual = getattr(signal, "calibration", None) or parts.usual
+    within = group_stats(settled, ids, unbiased=False)
+    for k, name in enumerate(names):
+        spread = within.std[within.count[:, k] > 1, k].mean()
+        metrics.add(f"score/{name}/within", spread)
+        if usual is not None:
+            metrics.add(f"score/{name}/saturation", 1 - (spread / usual.spread[k]).clamp(max=1))
+        metrics.add(f"score/{name}/seconds", parts.scorer.seconds[name])
+    if hasattr(signal, "shares") and not silent_groups(settled, ids)[weights != 0].any():
+        for name, share in zip(names, signal.shares(settled, ids, weights).mean(0), strict=True):  # type: ignore[attr-defined]
+            metrics.add(f"score/{name}/share", share)
+
+
+def _log_canaries(metrics: Metrics, media: Tensor) -> None:
+    for name, canary in CANARIES.items():
+        found = canary(media)
+        valid = found[~found.isnan()]
+        metrics.add(f"canary/{name}", found)
+        metrics.add(f"canary/{name}/std", valid.std(correction=0) if len(valid) else torch.nan)
 
 
 def _log_missing(parts: Parts, metrics: Metrics, scores: Scores, missing: Tensor, silent: Tensor, signal: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Signs that a run is breaking, read from its own metrics: too far in one iteration, or worse than at the start.
 
-The limits were set on the embedded world, between runs with their recipe's learning rate and with ten times as much.
+The start is the base model's: in the first iteration nothing has been learnt, in the next two hardly anything. How far a mean
+may drift is said in standard deviations that single samples had then. The limits were set on the embedded world, between
+runs with their recipe's learning rate and with ten times as much, and runs that broke late.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,6 @@ from flowgrpo.canaries import CANARIES
 from flowgrpo.config import HealthConfig, RunConfig
 
 FIRST, LAST = 3, 3  # iterations that are the start, and the latest ones that are held against it
-MAY_FALL = {"high_frequency"}  # noise that training cleans away is no fault
 Values = Mapping[str, float]
 
 
@@ -23,17 +24,25 @@ class Unhealthy(RuntimeError):
 class Health:
     """Looks at every iteration's metrics and says once what is wrong with them. `limits`: what a healthy run stays within."""
 
-    def __init__(self, objective: Any, rewards: Sequence[str], limits: HealthConfig) -> None:
-        self.objective, self.rewards, self.limits = objective, tuple(rewards), limits
+    def __init__(self, objective: Any, rewards: Sequence[str], monitors: Sequence[str], limits: HealthConfig) -> None:
+        self.objective, self.rewards, self.monitors, self.limits = objective, tuple(rewards), tuple(monitors), limits
         self.rows: list[Values] = []
         self.start: list[Values] = []
         self.said: set[str] = set()
+        self.since: dict[str, int] = {}  # by what drifts, the iteration in which it had gone half of what it may
+        self.looks = 0
 
     def look(self, values: Values) -> list[str]:
         """What has gone wrong in this iteration that had not before, a line for each sign."""
         self.rows = [*self.rows, values][-LAST:]
         if len(self.start) < FIRST:
             self.start.append(values)
+        for name, (_, _, limit) in self._watched().items():
+            if self._gone(name) > limit / 2:
+                self.since.setdefault(name, self.looks)
+            else:
+                self.since.pop(name, None)
+        self.looks += 1
         found = {name: message for name, sign in self._signs().items() if (message := sign())}
         new = [message for name, message in found.items() if name not in self.said]
         self.said |= found.keys()
@@ -42,7 +51,30 @@ class Health:
     def _signs(self) -> dict[str, Callable[[], str | None]]:
         signs: dict[str, Callable[[], str | None]] = {"stride": self._stride, "error": self._error}
         signs |= {name: lambda name=name: self._canary(name) for name in CANARIES}
-        return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in self.rewards}
+        return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in (*self.rewards, *self.monitors)}
+
+    def _watched(self) -> dict[str, tuple[str, str, float]]:
+        """What may drift: the metrics of its mean and its standard deviation, and how far."""
+        canaries = {name: (f"canary/{name}", f"canary/{name}/std", self.limits.canary) for name in CANARIES}
+        rewards = (*self.rewards, *self.monitors)
+        return canaries | {f"fall of {r}": (f"score/{r}/mean", f"score/{r}/std", self.limits.fall) for r in rewards}
+
+    def _gone(self, name: str) -> float:
+        """How far a canary has drifted or a reward has fallen, in standard deviations of the start; NaN if not known."""
+        mean, std, _ = self._watched()[name]
+        spread = _mean(self.start, std)
+        if len(self.rows) < LAST or not spread > 0:
+            return nan
+        drift = (_mean(self.rows, mean) - _mean(self.start, mean)) / spread
+        return abs(drift) if name in CANARIES else -drift
+
+    def _path(self, name: str) -> str:
+        """From where to where something has drifted, how far and since when."""
+        mean = self._watched()[name][0]
+        return (
+            f"from {_mean(self.start, mean):.3g} to {_mean(self.rows, mean):.3g}, {self._gone(name):.2g} standard "
+            f"deviations of the start, half of it by iteration {self.since.get(name, self.looks - 1)}"
+        )
 
     def _stride(self) -> str | None:
         """The policy has gone too far in one iteration."""
@@ -67,20 +99,23 @@ class Health:
         return None if getattr(self.objective, "old_decay", 0) else values.get("matching_error")
 
     def _fall(self, reward: str) -> str | None:
-        """A weighted score is lower than it was."""
-        mean, std = f"score/{reward}/mean", f"score/{reward}/std"
-        before, now, spread = self._at_start(mean), self._now(mean), self._at_start(std)
-        if len(self.rows) == LAST and before - now > self.limits.fall * spread > 0:
+        """A score is lower than it was: one that is trained on, or a monitor, which is what the others are paid with."""
+        name = f"fall of {reward}"
+        if not self._gone(name) > self.limits.fall:
+            return None
+        if reward in self.monitors:
             return (
-                f"{reward} has fallen from {before:.3g} to {now:.3g}, {(before - now) / spread:.2g} standard deviations of its "
-                "scores: the model is breaking or the rewards conflict; look at the samples, lower optimizer.lr, resume from "
-                "an earlier checkpoint"
+                f"{reward}, which is not trained on, has fallen {self._path(name)}: those that are may be exploited; look "
+                "at the samples, weigh the rewards anew, resume from an earlier checkpoint"
             )
-        return None
+        return (
+            f"{reward} has fallen {self._path(name)}: the model is breaking or the rewards conflict; look at the samples, "
+            "lower optimizer.lr, resume from an earlier checkpoint"
+        )
 
     def _error(self) -> str | None:
         """The model no longer matches its own samples."""
-        before, now = self._at_start("matching_error"), self._now("matching_error")
+        before, now = _mean(self.start, "matching_error"), _mean(self.rows, "matching_error")
         if len(self.rows) == LAST and now > self.limits.error * before > 0:
             return (
                 f"the matching error has grown from {before:.3g} to {now:.3g}: the model no longer matches its own samples; "
@@ -90,26 +125,18 @@ class Health:
 
     def _canary(self, name: str) -> str | None:
         """The pictures are no longer like those of the start."""
-        before, now, limit = self._at_start(f"canary/{name}"), self._now(f"canary/{name}"), self.limits.canary
-        low = 0 if name in MAY_FALL else before / limit
-        if len(self.rows) == LAST and before > 0 and (now < low or now > before * limit):
-            return (
-                f"{name.replace('_', ' ')} of the samples has gone from {before:.3g} to {now:.3g} in the last {LAST} "
-                "iterations: look at them, they are likely broken; lower optimizer.lr, resume from an earlier checkpoint"
-            )
-        return None
-
-    def _at_start(self, name: str) -> float:
-        return _mean(self.start, name)
-
-    def _now(self, name: str) -> float:
-        return _mean(self.rows, name)
+        if not self._gone(name) > self.limits.canary:
+            return None
+        return (
+            f"{name.replace('_', ' ')} of the samples has gone {self._path(name)}: look at them, the model is breaking or a "
+            "reward is exploited; lower optimizer.lr, weigh the rewards anew, resume from an earlier checkpoint"
+        )
 
 
 def health_of(config: RunConfig, objective: Any) -> Health:
     """The health of a configured run."""
-    rewards = [reward.name for reward in config.rewards if reward.weight]
-    return Health(objective, rewards, config.health)
+    rewards, monitors = ([r.name for r in config.rewards if bool(r.weight) == trained] for trained in (True, False))
+    return Health(objective, rewards, monitors, config.health)
 
 
 def _mean(rows: Sequence[Values], name: str) -> float:

@@ -115,6 +115,14 @@ def to_uint8(frames: Tensor) -> UInt8[Tensor, " *f h w 3"]:
     return (frames.detach().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-3, -1).contiguous()
 
 
+def as_shown(media: Float[Tensor, " b f 3 h w"]) -> Float[Tensor, " b f 3 h w"]:
+    """Media rounded to 8 bits, as a file would show it; NaN stays NaN.
+
+    A picture of 8 bits that went through bfloat16 comes back as it was: its steps are half as wide.
+    """
+    return (media.clamp(0, 1) * 255).round() / 255
+
+
 def save_image(frame: Float[Tensor, " 3 h w"], path: str | Path) -> None:
     """Write one frame; the suffix of `path` says how (.png, .jpg, .webp)."""
     Image.fromarray(to_uint8(frame).numpy()).save(path)

@@ -61,21 +61,26 @@ def settle(values: Float[Tensor, " b k"], asked: Bool[Tensor, " b k"], group_ids
 
 
 def signal_of(signal: Callable[..., Tensor], values: Float[Tensor, " b k"], group_ids: Int[Tensor, " b"],
-              weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:  # fmt: skip
+              weights: Float[Tensor, " k"], judged: Float[Tensor, " b b k"] | None = None) -> Float[Tensor, " b"]:  # fmt: skip
     """The signal (b) of settled scores, in which a reward without any score in a group has no say there.
 
     Groups in which the same rewards speak are given to `signal` together, the weights of the silent ones set to 0: it sees
     monitors, which it ignores. A signal with settings for each reward has a method `restricted(speaks)`, where `speaks` says of
     each reward of weight other than 0 whether it does. When all speak everywhere this is one call with the table as it is. NaN
-    where none speaks, and where a sample lacks a score that a sibling has.
+    where none speaks, and where a sample lacks a score that a sibling has. What was `judged` of pairs goes to a signal that
+    takes it (`signals.PairwiseSignal`), less what was said of samples whose score does not count.
     """
+    if judged is not None:
+        judged = judged.masked_fill(values.isnan()[:, None] | values.isnan()[None], torch.nan)
+    takes_judged = getattr(signal, "takes_judged", False)
     speaks = _any_in_group(values.isfinite(), group_ids) & (weights != 0)
     result = torch.full_like(values[:, 0], torch.nan)
     for pattern in speaks.unique(dim=0):
         rows = (speaks == pattern).all(1)
         if pattern.any():
             own = signal.restricted(pattern[weights != 0].tolist()) if hasattr(signal, "restricted") else signal
-            result[rows] = own(values[rows], group_ids[rows], weights * pattern)
+            told = (judged[rows][:, rows],) if judged is not None and takes_judged else ()
+            result[rows] = own(values[rows], group_ids[rows], weights * pattern, *told)
     return result
 
 

@@ -29,9 +29,15 @@ def probe(parts: Parts, when: When, between: Callable[[], None] = lambda: None) 
     variances, calls = {}, 0
     for step in range(when.num_steps - 1):
         trajectory = rollout(
-            parts.policy, rows, parts.dynamics(range(step, step + 1)), noise, parts.config.sampler.batch_size, between
+            parts.policy,
+            rows,
+            parts.dynamics(range(step, step + 1)),
+            noise,
+            parts.config.sampler.batch_size,
+            between,
+            decode="media" in parts.scorer.takes,
         )
-        scores = parts.scorer(trajectory.media, trajectory.prompts)
+        scores = parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.clean)
         signal = raw_signal(scores.values, scores.was_asked, parts.scorer.weights)
         calls += trajectory.calls
         value = within_group_variance(signal, trajectory.group_ids)

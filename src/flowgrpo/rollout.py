@@ -69,6 +69,10 @@ class Dynamics:
         """The steps first to last - 1."""
         return Plan(self.grid, first, last, self.window, self.transition, self.solver, self.tail or self.solver)
 
+    def clean(self, x0: Float[Tensor, " b *s"]) -> Float[Tensor, " b *s"]:
+        """The last latents of a trajectory on the pipeline's own scale."""
+        return x0 * self.grid.scale(self.grid.num_steps)
+
     def log_density(self, law: Gaussian, x: Float[Tensor, " b *s"]) -> Float[Tensor, " b"]:
         """log pi of a step, in the form that the objective asks for."""
         return law.log_density(x, self.reduce, self.density)
@@ -85,7 +89,7 @@ class Trajectory:
     latents: Float[Tensor, " b states *s"]  # the w + 1 latents around the window's steps, float32
     log_probs: Float[Tensor, " b window"]
     x0: Float[Tensor, " b *s"]
-    media: Float[Tensor, " b f 3 h w"]  # in [0, 1], on the CPU
+    media: Float[Tensor, " b f 3 h w"] | None  # in [0, 1], on the CPU; None where nobody asked for it
     calls: int  # network calls, each weighted by its share of the rows
     means: Float[Tensor, " b window *s"] | None = None  # of the window steps' laws, where `keep_means` asks for them
 
@@ -102,8 +106,7 @@ class Trajectory:
     @property
     def clean(self) -> Float[Tensor, " b *s"]:
         """The finished latents as the pipeline has them before it decodes; for flows they are `x0`."""
-        grid = self.dynamics.grid
-        return self.x0 * grid.scale(grid.num_steps)
+        return self.dynamics.clean(self.x0)
 
     @property
     def group_ids(self) -> Int[Tensor, " b"]:
@@ -117,6 +120,15 @@ class Trajectory:
             row = self.rows[i]
             counts.setdefault((row.prompt.id, self.within.node(row.sample, step, self.dynamics.window)), []).append(i)
         return {members[0]: len(members) for members in counts.values()}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples that are done while others are still drawn: one row for each node."""
+
+    rows: tuple[Row, ...]
+    clean: Float[Tensor, " b *s"]
+    media: Float[Tensor, " b f 3 h w"] | None
 
 
 @dataclass(frozen=True)
@@ -140,10 +152,12 @@ class _Stored:
 
 
 def rollout(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Noise, batch_size: int,
-            between: Callable[[], None] = lambda: None) -> Trajectory:  # fmt: skip
-    """Sample every row, `batch_size` at a time; `between` is called before each batch.
+            between: Callable[[], None] = lambda: None, finished: Callable[[Finished], None] = lambda _: None,
+            decode: bool = True) -> Trajectory:  # fmt: skip
+    """Sample every row, `batch_size` at a time; `between` is called before each batch, `finished` with each that is done.
 
-    Samples of a group that are still one (with a shared start noise: before the window) run as one.
+    Without `decode` there are no media. Samples of a group that are still one (with a shared start noise: before the window)
+    run as one.
     """
     window, bounds = dynamics.window, list(segments(rows, dynamics, noise.within))
     stored: list[dict[Row, _Stored]] = []
@@ -156,7 +170,10 @@ def rollout(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: Nois
             between()
             batch = slice(i, i + batch_size)
             start = torch.stack(starts[batch]) if starts else None
-            parts, made = _run_segment(policy, nodes[batch], start, dynamics, noise, first, last)
+            is_last = last == dynamics.grid.num_steps
+            parts, made = _run_segment(policy, nodes[batch], start, dynamics, noise, first, last, decode and is_last)
+            if is_last:
+                finished(_finished(nodes[batch], parts, dynamics))
             done.update(zip(nodes[batch], parts, strict=True))
             calls += made * len(parts)
         stored.append(done)
@@ -176,9 +193,9 @@ def node_of(row: Row, step: int, within: GroupNoise, window: range) -> Row:
 
 
 def _run_segment(policy: Policy, nodes: Sequence[Row], start: Tensor | None, dynamics: Dynamics, noise: Noise,
-                 first: int, last: int) -> tuple[list[_Stored], int]:  # fmt: skip
+                 first: int, last: int, decode: bool) -> tuple[list[_Stored], int]:  # fmt: skip
     """The steps first to last - 1 of some nodes, and the network calls that each took."""
-    decode, window = last == dynamics.grid.num_steps, dynamics.window
+    window = dynamics.window
     plan = replace(dynamics.plan(first, last), noise=lambda step, shape: noise.step(nodes, step, window, shape))
     generators = [noise.start(node, window) for node in nodes]
     record, media = policy.run([node.prompt for node in nodes], plan, start=start, generators=generators, decode=decode)
@@ -189,6 +206,16 @@ def _run_segment(policy: Policy, nodes: Sequence[Row], start: Tensor | None, dyn
         _Stored(_of(record.latents, i), _of(log_probs, i), _of(means, i), record.last[i], clips[i]) for i in range(len(nodes))
     ]
     return stored, record.calls
+
+
+def _finished(nodes: Sequence[Row], stored: Sequence[_Stored], dynamics: Dynamics) -> Finished:
+    last = torch.stack([node.last for node in stored])
+    return Finished(tuple(nodes), dynamics.clean(last), _media(stored))
+
+
+def _media(ends: Sequence[_Stored]) -> Tensor | None:
+    media = [end.media for end in ends if end.media is not None]
+    return torch.stack(media) if media else None
 
 
 def _after(record: Record, step: int) -> Tensor:
@@ -210,9 +237,8 @@ def _trajectory(policy: Policy, rows: Sequence[Row], dynamics: Dynamics, noise: 
     log_probs = _gathered([[part.log_probs for part in path] for path in paths], window)
     means = _gathered([[part.means for part in path] for path in paths], window) if dynamics.keep_means else None
     ends = [stored[-1][node_of(row, bounds[-2], noise.within, window)] for row in rows]
-    media = [end.media for end in ends if end.media is not None]
     return Trajectory(tuple(rows), dynamics, noise, policy.conditions, latents, log_probs,
-                      torch.stack([end.last for end in ends]), torch.stack(media), calls, means)  # fmt: skip
+                      torch.stack([end.last for end in ends]), _media(ends), calls, means)  # fmt: skip
 
 
 def _gathered(paths: Sequence[Sequence[Mapping[int, Tensor]]], steps: range) -> Float[Tensor, " b steps *s"]:

@@ -33,7 +33,7 @@ def save_samples(folder: Path, trajectory: Trajectory, scores: Scores, limit: in
     manifest = [_save(folder, trajectory, scores, row, shared, fps) for rows in groups for row in rows]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in manifest)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-    save_image(grid([[_cell(trajectory.media[row, 0]) for row in rows] for rows in groups]), folder / SHEET)
+    save_image(grid([[_cell(_media(trajectory)[row, 0]) for row in rows] for rows in groups]), folder / SHEET)
     return manifest
 
 
@@ -62,7 +62,7 @@ def _settings(trajectory: Trajectory) -> dict[str, Any]:
 
 def _save(folder: Path, trajectory: Trajectory, scores: Scores, row: int, shared: dict[str, Any],
           fps: int | float) -> dict[str, Any]:  # fmt: skip
-    (prompt, sample), clip = (trajectory.rows[row].prompt, trajectory.rows[row].sample), trajectory.media[row]
+    (prompt, sample), clip = (trajectory.rows[row].prompt, trajectory.rows[row].sample), _media(trajectory)[row]
     where = save_media(clip, folder, prompt, sample, fps) if clip.isfinite().all() else {"file": None}
     negative = trajectory.conditions.negative_prompt if prompt.negative is None else prompt.negative
     pairs = zip(scores.names, scores.values[row].tolist(), strict=True)
@@ -75,6 +75,12 @@ def _save(folder: Path, trajectory: Trajectory, scores: Scores, row: int, shared
         "negative_prompt": negative if trajectory.conditions.guidance_scale > 1 else None,
         **shared,
     }
+
+
+def _media(trajectory: Trajectory) -> Float[Tensor, " b f 3 h w"]:
+    if trajectory.media is None:
+        raise ValueError("samples can be saved only where they were decoded, these were not; sample with decode=True")
+    return trajectory.media
 
 
 def _cell(frame: Float[Tensor, " 3 h w"]) -> Float[Tensor, " 3 H W"]:

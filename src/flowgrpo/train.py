@@ -100,6 +100,7 @@ class Watch:
         self.prompts = heldout_prompts(self.config) if self.config.prompts.heldout else []
         self.shown = choose_pictures(self.prompts)
         self.hybrid = hybrid_of(parts)
+        self.scorer = parts.scorer.pointwise(self.config.scoring.cache) if self.prompts else parts.scorer
 
     def evaluation(self, name: Literal["base", "tuned"], *, cached: bool) -> Evaluation | None:
         """Scores of all held-out prompts under the present weights; read back when a resumed run has them."""
@@ -126,8 +127,8 @@ class Watch:
         return {f"eval/{name}/mean": mean for name, mean in zip(result.names, means, strict=True)}
 
     def _evaluate(self, prompts: list[Prompt], keep: Collection[int], hybrid: Hybrid | None) -> Evaluation:
-        policy, scorer = self.parts.policy, self.parts.scorer
-        return evaluate.evaluate_as_configured(self.config, policy, scorer, prompts, hybrid=hybrid, keep=keep)
+        policy = self.parts.policy
+        return evaluate.evaluate_as_configured(self.config, policy, self.scorer, prompts, hybrid=hybrid, keep=keep)
 
 
 def hybrid_of(parts: Parts) -> Hybrid | None:
@@ -262,10 +263,10 @@ def _trackers(config: RunConfig) -> list[metrics.Tracker]:
 
 
 def _sample_saver(trainer: Trainer) -> Any:
-    config, every = trainer.config, trainer.config.logging.samples_every
+    config = trainer.config
 
     def save(k: int, trajectory: Any, scores: Any) -> None:
-        if every and k % every == 0 and trainer.parts.accelerator.is_main_process:
+        if trainer.shows(k) and trainer.parts.accelerator.is_main_process:
             samples.save_samples(config.folder / "samples" / f"it{k:06d}", trajectory, scores, iteration=k, seed=config.seed)
 
     return save

@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo import run_state
 from flowgrpo.adapters import gradient_norm, swapped
+from flowgrpo.beside import Scoring
 from flowgrpo.build import Parts
 from flowgrpo.choices import when
 from flowgrpo.credit import credit, gathered, learnt_rows
@@ -20,7 +21,7 @@ from flowgrpo.health import Unhealthy, health_of
 from flowgrpo.losses import Losses, cleaned, micro_batches
 from flowgrpo.metrics import Metrics, read
 from flowgrpo.probe import probe
-from flowgrpo.rollout import Noise, Row, Trajectory, rollout
+from flowgrpo.rollout import Finished, Noise, Row, Trajectory, rollout
 from flowgrpo.scoring import RewardError, Scores
 from flowgrpo.variance_window import ProbingWindow
 
@@ -74,11 +75,13 @@ class Trainer:
 
     def iteration(self, k: int) -> dict[str, float]:
         """One rollout and its updates; returns the iteration's metrics, which are also written."""
+        self.parts.scorer.reset()
         with self._timed("iteration"):
-            with self._timed("rollout"):
-                trajectory = self.rollout(k)
-            with self._timed("score"):
-                scores = self.parts.scorer(trajectory.media, trajectory.prompts, latents=trajectory.clean)
+            with Scoring(self.parts.scorer, self.scores_beside, self.config.group_size) as scoring:
+                with self._timed("rollout"):
+                    trajectory = self.rollout(k, scoring.take)
+                with self._timed("score"):
+                    scores = scoring.of(trajectory)
             earned = credit(self.parts, scores, trajectory, self.metrics)
             self.on_samples(k, trajectory, scores)
             self._set_learning_rate(k)
@@ -100,8 +103,19 @@ class Trainer:
             for message in signs:
                 self.on_sign(self.next_iteration - 1, message)
 
-    def rollout(self, k: int) -> Trajectory:
-        """This process's share of the iteration's samples."""
+    @property
+    def scores_beside(self) -> bool:
+        """Whether samples are scored while others are drawn: by default not on a CPU, which both would share."""
+        asked = self.config.scoring.overlap
+        return self.parts.accelerator.device.type != "cpu" if asked is None else asked
+
+    def shows(self, k: int) -> bool:
+        """Whether the iteration's samples are saved as pictures."""
+        every = self.config.logging.samples_every
+        return bool(every) and k % every == 0
+
+    def rollout(self, k: int, finished: Callable[[Finished], None] = lambda _: None) -> Trajectory:
+        """This process's share of the iteration's samples, without media if no reward takes them and they are not shown."""
         parts, moment = self.parts, when(self.config, k)
         parts.policy.forget()
         self._check_stop()
@@ -112,11 +126,11 @@ class Trainer:
         accelerator = parts.accelerator
         mine = rank_slice(len(rows), accelerator.process_index, accelerator.num_processes)
         noise = Noise(self.config.seed, k, parts.choices.group_noise)
-        size = self.config.sampler.batch_size
+        size, decode = self.config.sampler.batch_size, "media" in parts.scorer.takes or self.shows(k)
         with self._sampling_weights():
             self.metrics.add("calls/probe", probe(parts, moment, between))
             dynamics = parts.dynamics(parts.choices.window.at(moment))  # which the probe may have moved
-            return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between)
+            return rollout(parts.policy, rows[mine.start : mine.stop], dynamics, noise, size, between, finished, decode)
 
     def learn(self, losses: Losses) -> None:
         """All updates of an iteration, each on an equal part of what this process learns from."""

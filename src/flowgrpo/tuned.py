@@ -150,7 +150,7 @@ def compare(config: RunConfig, path: Path, *, on_batch: Callable[[int], None] = 
     """
     prompts, settings = heldout_prompts(config), config.evaluation
     accelerator = Accelerator(mixed_precision="no")
-    scorer = build_scorer(config.rewards, str(accelerator.device))
+    scorer = build_scorer(config.rewards, str(accelerator.device)).pointwise(config.scoring.cache)
 
     share, steps = settings.hybrid, evaluation_steps(config)
 
