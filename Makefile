@@ -1,11 +1,14 @@
 # make quickstart: install into .venv and train the embedded picture model on the CPU.
 # make test:       install with the dev tools and run every check that needs no GPU.
 #
+# JOBS test processes run side by side, a thread each.
+#
 # TORCH is installed first, by itself, so that the rest keeps it. For another build of torch:
 #   make quickstart TORCH="torch torchvision --index-url https://download.pytorch.org/whl/cu126"
 
 TORCH ?= torch==2.14.1 torchvision==0.29.1
 PYTHON ?= python3
+JOBS ?= 2
 CONFIG ?= configs/shapes/mixgrpo.yaml
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -20,7 +23,7 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright
 	$(BIN)/lint-imports
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
