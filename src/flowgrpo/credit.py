@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowgrpo.build import Parts
 from flowgrpo.calibration import share_outside
-from flowgrpo.canaries import CANARIES, kendall_tau
+from flowgrpo.canaries import CANARIES, group_diversity, kendall_tau
 from flowgrpo.data import rank_slice
 from flowgrpo.group_noise import node_means
 from flowgrpo.groups import group_stats, tied_fraction
@@ -62,6 +62,7 @@ def credit(parts: Parts, scores: Scores, trajectory: Trajectory, metrics: Metric
     _log_missing(parts, metrics, scores, missing_scores(values, asked), silent_groups(settled, ids), signal)
     if trajectory.media is not None:
         _log_canaries(metrics, trajectory.media)
+    _log_diversity(metrics, trajectory)
     metrics.update({"signal/mean": signal, "unique_prompts": len(ids.unique())})
     gate = _gate(parts, signal, values, ids)
     mine = rank_slice(len(ids), accelerator.process_index, accelerator.num_processes)
@@ -132,6 +133,15 @@ def _log_canaries(metrics: Metrics, media: Tensor) -> None:
         valid = found[~found.isnan()]
         metrics.add(f"canary/{name}", found)
         metrics.add(f"canary/{name}/std", valid.std(correction=0) if len(valid) else torch.nan)
+
+
+def _log_diversity(metrics: Metrics, trajectory: Trajectory) -> None:
+    """Of this process's part of each group, in latents, which every model has and no reward sees."""
+    latents, ids = trajectory.clean.flatten(1).cpu(), trajectory.group_ids
+    there = latents.isfinite().all(1) & (latents != 0).any(1)
+    there &= torch.isin(ids, torch.tensor([i for i in ids.unique().tolist() if (ids[there] == i).sum() > 1], dtype=torch.long))
+    if there.any():
+        metrics.add("canary/group_diversity", group_diversity(latents[there], ids[there]))
 
 
 def _log_missing(parts: Parts, metrics: Metrics, scores: Scores, missing: Tensor, silent: Tensor, signal: Tensor) -> None:

@@ -49,7 +49,11 @@ class Health:
         return new
 
     def _signs(self) -> dict[str, Callable[[], str | None]]:
-        signs: dict[str, Callable[[], str | None]] = {"stride": self._stride, "error": self._error}
+        signs: dict[str, Callable[[], str | None]] = {
+            "stride": self._stride,
+            "error": self._error,
+            "diversity": self._diversity,
+        }
         signs |= {name: lambda name=name: self._canary(name) for name in CANARIES}
         return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in (*self.rewards, *self.monitors)}
 
@@ -120,6 +124,16 @@ class Health:
             return (
                 f"the matching error has grown from {before:.3g} to {now:.3g}: the model no longer matches its own samples; "
                 "lower optimizer.lr, or hold it with objective.kl"
+            )
+        return None
+
+    def _diversity(self) -> str | None:
+        """The samples of a prompt have become one."""
+        before, now = (_mean(rows, "canary/group_diversity") for rows in (self.start, self.rows))
+        if len(self.rows) == LAST and now < self.limits.diversity * before:
+            return (
+                f"the samples of a prompt differ by {now:.2g} in their latents, at the start it was {before:.2g}: the model "
+                "makes one sample of each prompt; hold it with objective.kl, lower optimizer.lr, or go back to a checkpoint"
             )
         return None
 

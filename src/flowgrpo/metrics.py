@@ -25,6 +25,7 @@ MEANINGS: dict[str, str] = {
     "calls/replay": "Denoising steps of the update, summed over samples and processes; guidance makes two passes of each.",
     "calls/rollout": "Denoising steps of the rollout, summed over samples and processes; guidance makes two passes of each.",
     "canary/<name>": "Mean of a cheap measure of the samples (flowgrpo.canaries); far from the start's, pictures break.",
+    "canary/group_diversity": "Mean cosine distance of the clean latents of a prompt's samples; near 0 they have become one.",
     "canary/<name>/std": "Its standard deviation over the samples: at the start, the unit in which health measures its drift.",
     "clip_fraction/high": "Share of ratios held back by the upper end of the clip range.",
     "clip_fraction/low": "Share of ratios held back by the lower end of the clip range.",
