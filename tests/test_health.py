@@ -24,7 +24,7 @@ RECIPES = {
 SOUND = {
     "score/r/mean": 0.5, "score/r/std": 0.2, "score/m/mean": 0.5, "score/m/std": 0.2, "ratio/spread": 1e-4, "kl_old": 5e-5,
     "moved": 1e-3, "matching_error": 0.4, "canary/contrast": 0.2, "canary/contrast/std": 0.1,
-    "canary/group_diversity": 0.5, "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
+    "score/r/tau": 0.4, "score/m/tau": 0.0, "canary/group_diversity": 0.5, "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
 }  # fmt: skip
 
 
@@ -60,6 +60,8 @@ def test_what_has_no_unit_is_not_held_against_one():
     [
         ({"score/r/mean": 0.3}, "r has fallen from 0.5 to 0.3, 1 standard deviations of the start, half of it by iteration"),
         ({"score/m/mean": 0.3}, "m, which is not trained on, has fallen from 0.5 to 0.3, 1 standard deviations of"),
+        ({"score/r/tau": -0.4}, "training works against r: Kendall's tau of advantages and its scores is -0."),
+        ({"score/m/tau": -0.4}, "training works against m: Kendall's tau of advantages and its scores is -0."),
         ({"canary/group_diversity": 0.01}, "the samples of a prompt differ by 0.01 in their latents, at the start it was 0.5"),
         ({"matching_error": 2.0}, "the matching error has grown from 0.4 to"),
         ({"canary/contrast": 0.05}, "contrast of the samples has gone from 0.2 to"),

@@ -12,12 +12,13 @@ from flowgrpo.data import Prompt
 from flowgrpo.scoring import Component, Scorer, Scores, Traits
 
 B, F, H, W = 7, 2, 3, 5
+LEVELS = torch.arange(7) * 25 / 255  # 8 bits hold them
 PROMPTS = [Prompt(text=f"prompt {i // 3}", id=i // 3) for i in range(B)]
 
 
 def media(frames: int = F) -> torch.Tensor:
-    """Each sample has its own mean, i / 10."""
-    return (torch.arange(B) / 10).view(B, 1, 1, 1, 1).expand(B, frames, 3, H, W).clone()
+    """Each sample has its own mean, 25 i / 255."""
+    return LEVELS.view(B, 1, 1, 1, 1).expand(B, frames, 3, H, W).clone()
 
 
 def mean(samples, prompts):
@@ -41,7 +42,7 @@ def test_a_table_of_scores_has_a_row_a_sample_and_a_named_column_a_model():
     assert scores.names == ("mean", "id")
     assert scores.values.shape == (B, 2)
     assert scores.values.dtype == torch.float32
-    assert torch.allclose(scores.column("mean"), torch.arange(B) / 10)
+    assert torch.allclose(scores.column("mean"), LEVELS)
     assert scores.column("id").tolist() == [0, 0, 0, 1, 1, 1, 2]
     with pytest.raises(ValueError, match="no reward is named 'x'; there are mean, id"):
         scores.column("x")
@@ -52,12 +53,12 @@ def test_every_sample_meets_its_own_prompt_once_and_in_order(batch_size):
     seen = []
 
     def recorder(samples, prompts):
-        seen.extend(zip((samples.mean((1, 2, 3, 4)) * 10).round().int().tolist(), prompts, strict=True))
+        seen.extend(zip((samples.mean((1, 2, 3, 4)) * 255 / 25).round().int().tolist(), prompts, strict=True))
         return mean(samples, prompts)
 
     scores = scorer_of(recorder, batch_size=batch_size)(media(), PROMPTS)
     assert seen == list(enumerate(PROMPTS))
-    assert torch.allclose(scores.column("mine"), torch.arange(B) / 10)
+    assert torch.allclose(scores.column("mine"), LEVELS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_non_finite_pixels_never_reach_a_model(batch_size):
     column = scorer(clips, PROMPTS).column("mine")
     assert seen == [0, 0, 1, 1, 1]
     assert column.isnan().nonzero().flatten().tolist() == [1, 6]
-    assert torch.allclose(column[[0, 2, 3, 4, 5]], torch.tensor([0.0, 0.2, 0.3, 0.4, 0.5]))
+    assert torch.allclose(column[[0, 2, 3, 4, 5]], LEVELS[[0, 2, 3, 4, 5]])
     assert (scorer.bad_media, scorer.missing) == (2, {"mine": 0})
 
 
@@ -153,7 +154,7 @@ def test_a_failing_monitor_warns_once_and_scores_nothing(model):
     assert failure.startswith("reward 'watch' failed on samples 0, 1, 2, 3, 4, 5, 6 (prompt 0 'prompt 0', 1")
     assert missing == "reward 'watch' gave no finite score for 7 of 7 samples; its weight is 0, so nothing else changes"
     assert scores.column("watch").isnan().all()
-    assert torch.allclose(scores.column("mean"), torch.arange(B) / 10)
+    assert torch.allclose(scores.column("mean"), LEVELS)
     assert scorer.missing == {"watch": 2 * B, "mean": 0}
 
 
@@ -185,7 +186,7 @@ def test_a_hanging_reward_is_left_after_its_timeout():
 
 
 def test_a_reward_within_its_timeout_answers_as_without_one_and_its_own_errors_come_through():
-    assert torch.allclose(scorer_of(mean, timeout_s=30.0)(media(), PROMPTS).values[:, 0], torch.arange(B) / 10)
+    assert torch.allclose(scorer_of(mean, timeout_s=30.0)(media(), PROMPTS).values[:, 0], LEVELS)
     with pytest.warns(RuntimeWarning, match="OSError: no connection"):
         scorer_of(failing, timeout_s=30.0)(media(), PROMPTS)
 
@@ -208,12 +209,12 @@ def test_a_motion_reward_refuses_single_frames():
 
 def test_scores_outside_the_declared_range_are_kept_counted_and_warned_about_once():
     scorer = scorer_of(Speed())
-    message = r"'mine' should lie in \[0.0, 0.45\], got 2 of 7 from 0.5 to 0.6; check its inputs"
+    message = r"'mine' should lie in \[0.0, 0.45\], got 2 of 7 from 0.4902 to 0.5882; check its inputs"
     with pytest.warns(RuntimeWarning, match=message) as caught:
         scores, _ = [scorer(media(), PROMPTS) for _ in range(2)]
     assert len(caught) == 1
     assert scorer.outside == {"mine": 4}
-    assert scores.values.max() == pytest.approx(0.6)
+    assert scores.values.max() == pytest.approx(150 / 255)
 
 
 def test_a_plain_function_is_a_reward_model_with_the_default_traits():

@@ -19,7 +19,8 @@ from flowgrpo.scoring import Scorer
 from tests.toys import raw_config
 
 PROMPTS = [Prompt(f"prompt {i}", i) for i in range(6)]
-MEDIA = (torch.arange(6) / 10).view(6, 1, 1, 1, 1).expand(6, 1, 3, 2, 3).clone()
+LEVELS = torch.arange(6) * 25 / 255  # 8 bits hold them
+MEDIA = LEVELS.view(6, 1, 1, 1, 1).expand(6, 1, 3, 2, 3).clone()
 
 
 def mean(samples, prompts):
@@ -56,7 +57,7 @@ def test_a_reward_that_raises_on_every_fifth_call_loses_that_batch_alone_and_non
     assert scorer.missing == {"shaky": 1}
     calls.clear()
     again = Scorer([Component("shaky", every_fifth, 1.0, batch_size=1, retries=1, retry_wait_s=0.0)])(MEDIA, PROMPTS)
-    assert torch.allclose(again.values[:, 0], torch.arange(6) / 10)
+    assert torch.allclose(again.values[:, 0], LEVELS)
     assert len(calls) == 7
 
 
@@ -82,7 +83,7 @@ def test_a_reward_that_sleeps_for_ever_is_not_called_any_more_once_enough_calls_
         time.sleep(0.01)
     patient = Caller(Component("sleeper", sleeper, 1.0, timeout_s=60.0))
     patient._left = caller._left
-    assert torch.allclose(patient(MEDIA, PROMPTS), torch.arange(6) / 10)
+    assert torch.allclose(patient(MEDIA, PROMPTS), LEVELS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_network_computes_in_the_declared_type_and_its_scores_are_float32(time
     for dtype in (torch.float32, torch.bfloat16):
         scores = Caller(Component("net", network, 1.0, dtype=dtype, timeout_s=timeout_s))(MEDIA, PROMPTS)
         assert scores.dtype == torch.float32
-        assert torch.allclose(scores, torch.arange(6) / 10, atol=4e-3)
+        assert torch.allclose(scores, LEVELS, atol=4e-3)
     assert seen == [(torch.float32, torch.float32, False), (torch.float32, torch.bfloat16, False)]
 
 
@@ -201,7 +202,7 @@ def test_latents_that_are_not_finite_reach_no_model_and_other_models_see_media()
     assert scores.not_finite == 1
     keep = [0, 1, 3, 4, 5]
     assert torch.allclose(scores.column("latent")[keep], latents.flatten(1).mean(1)[keep])
-    assert torch.allclose(scores.column("mean")[keep], torch.arange(6)[keep] / 10)
+    assert torch.allclose(scores.column("mean")[keep], LEVELS[keep])
 
 
 def test_what_a_model_takes_must_be_media_or_latents():

@@ -70,4 +70,4 @@ def _set(raw: dict[str, Any], name: str, value: Any) -> None:
 
 def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of metrics without the clock."""
-    return {name: value for name, value in row.items() if not name.startswith("seconds/")}
+    return {name: value for name, value in row.items() if "seconds" not in name.split("/")}

@@ -3,19 +3,16 @@
 import os
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import flowgrpo
+from flowgrpo.cli_output import named, print_forecasts, print_rises, print_scores, progress, quiet, reported
 
 if TYPE_CHECKING:
     from flowgrpo.config import RunConfig
-    from flowgrpo.forecast import Forecast
 
 app = typer.Typer(
     help="Align text-to-image and text-to-video generators with GRPO, through any diffusers pipeline.",
@@ -63,9 +60,9 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train as a config says: check, evaluate, train, evaluate again, export."""
-    with _reported(debug):
+    with reported(debug):
         settings = _load(config, overrides)
-        _quiet()
+        quiet()
         from flowgrpo.train import train
 
         code = train(settings, resume=resume, overwrite=overwrite)
@@ -81,22 +78,22 @@ def plan_command(
     debug: Debug = False,
 ) -> None:
     """Say what runs will cost, from their configs alone: network calls, updates, memory, windows."""
-    with _reported(debug):
+    with reported(debug):
         overrides = [text for text in arguments if _is_override(text)]
         configs = [text for text in arguments if not _is_override(text)]
         if not configs:
             raise ValueError(f"plan needs a config, got only settings: {' '.join(overrides)}; name a YAML file first")
         settings = {}
         for path in configs:
-            with _named(path if len(configs) > 1 else ""):
+            with named(path if len(configs) > 1 else ""):
                 settings[path] = _load(Path(path), overrides)
         from flowgrpo.forecast import forecast
 
         forecasts = []
         for path, config in settings.items():
-            with _named(path if len(settings) > 1 else ""):
+            with named(path if len(settings) > 1 else ""):
                 forecasts.append(forecast(config, processes))
-        _print_forecasts(forecasts)
+        print_forecasts(forecasts)
 
 
 @app.command("calibrate")
@@ -108,12 +105,12 @@ def calibrate_command(
     debug: Debug = False,
 ) -> None:
     """Measure what scores are usually like under the base model."""
-    with _reported(debug):
+    with reported(debug):
         settings = _load(config, overrides)
-        _quiet()
+        quiet()
         from flowgrpo.calibrate import calibrate
 
-        with _progress("rollouts", iterations) as advance:
+        with progress("rollouts", iterations) as advance:
             content = calibrate(settings, output, iterations, advance)
         for name, usual in content["rewards"].items():
             low, high = usual["quantiles"][0], usual["quantiles"][-1]
@@ -145,13 +142,13 @@ def generate_command(
     debug: Debug = False,
 ) -> None:
     """Write pictures or films of a prompt file, with a manifest; a call that was cut off goes on where it stopped."""
-    with _reported(debug):
+    with reported(debug):
         from flowgrpo.data import load_prompts
 
         if hybrid is not None and adapter is None:
             raise ValueError(f"--hybrid {hybrid:g} cannot take effect without --adapter, the tuned model; give both or none")
         prompt_set, arguments = load_prompts(prompts), _call_arguments(call or [])
-        _quiet()
+        quiet()
         from flowgrpo.generate import generate, hybrid_from, policy_from
 
         policy, steps, origin = policy_from(
@@ -159,7 +156,7 @@ def generate_command(
             negative_prompt=negative_prompt, height=height, width=width, num_frames=num_frames, call=arguments,
         )  # fmt: skip
         cut = None if hybrid is None else hybrid_from(policy, origin, steps, hybrid)
-        with _progress("samples", len(prompt_set) * samples_per_prompt) as advance:
+        with progress("samples", len(prompt_set) * samples_per_prompt) as advance:
             generate(
                 policy, prompt_set.prompts, output, samples_per_prompt=samples_per_prompt, num_steps=steps, seed=seed,
                 batch_size=batch_size, fps=fps, hybrid=cut, origin=origin, on_batch=advance,
@@ -181,43 +178,57 @@ def evaluate_command(
     debug: Debug = False,
 ) -> None:
     """Compare a trained model with its base on the held-out prompts: same prompts, same start noise."""
-    with _reported(debug):
+    with reported(debug):
         settings = _load(config, [*(overrides or []), *([] if hybrid is None else [f"evaluation.hybrid={hybrid}"])])
-        _quiet()
+        quiet()
         from flowgrpo.tuned import compare, heldout_prompts, locate, write
 
         path = tuned or settings.folder
         locate(path)
         num_prompts = len(heldout_prompts(settings))
-        with _progress("base and tuned samples", 2 * num_prompts) as advance:
+        with progress("base and tuned samples", 2 * num_prompts) as advance:
             result = compare(settings, path, on_batch=advance)
         target = output or (path if path.is_dir() else path.parent) / "evaluation.json"
         write(result, target)
-        _print_rises(result)
+        print_rises(result)
         if cut := result["hybrid"]:
             typer.echo(f"tuned: {cut['tuned_steps']} of {cut['num_steps']} steps are the tuned model's, the rest its base's")
         typer.echo(f"written to {target}")
 
 
-OWN_ERRORS = (("scoring", "RewardError"), ("health", "Unhealthy"))  # asked for only if the module is loaded: it is slow
+@app.command("score")
+def score_command(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Folders, tables (.jsonl, .parquet), pictures, films.")
+    ],
+    rewards: Annotated[list[str], typer.Option(help="YAML file with rewards, such as a run's, or package.module:Name.")],
+    output: Annotated[Path, typer.Option(help="Parquet file to write; what was scored before a stop is kept beside it.")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompt file that a manifest's prompt_id counts in.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Files read and scored together.")] = 32,
+    debug: Debug = False,
+) -> None:
+    """Score pictures and films, made here or elsewhere; a call that was cut off goes on where it stopped."""
+    with reported(debug):
+        from flowgrpo.data import load_prompts
+        from flowgrpo.score import find_items, read_rewards, score_items, write_table
 
+        if output.exists():
+            raise ValueError(f"{output} exists; remove it, or give another output")
+        items = find_items(paths, None if prompts is None else load_prompts(prompts))
+        configs = read_rewards(rewards)
+        quiet()
+        from accelerate import Accelerator
 
-@contextmanager
-def _reported(debug: bool) -> Iterator[None]:
-    """Faults that a user can mend become red lines and exit code 2; anything else is ours and is shown whole."""
-    try:
-        yield
-    except Exception as error:
-        if debug or not _is_the_users(error):
-            raise
-        for line in str(error).splitlines() or [type(error).__name__]:
-            typer.secho(f"error: {line}", fg="red", err=True)
-        raise typer.Exit(2) from None
+        from flowgrpo.build import build_scorer
 
-
-def _is_the_users(error: Exception) -> bool:
-    own = [getattr(sys.modules.get(f"flowgrpo.{module}"), name, ValueError) for module, name in OWN_ERRORS]
-    return isinstance(error, (ValueError, ImportError, OSError, FloatingPointError, *own))
+        scorer = build_scorer(configs, str(Accelerator().device)).pointwise()
+        log = output.with_name(output.name + ".jsonl")
+        with progress("files", len(items)) as advance:
+            scores = score_items(scorer, items, log, batch_size=batch_size, on_batch=advance)
+        write_table(output, items, scorer.names, scores)
+        log.unlink()
+        print_scores(scorer.names, scores)
+        typer.echo(f"written to {output}")
 
 
 def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
@@ -238,83 +249,8 @@ def _call_arguments(texts: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def _quiet() -> None:
-    """Loading bars of other libraries off: the commands show their own progress. Warnings are one line each."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    warnings.formatwarning = lambda message, *_args, **_options: f"warning: {message}\n"
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that appears with the first sample, so that nothing stands before an error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
-    task = progress.add_task(what, total=total)
-
-    def advance(count: int) -> None:
-        progress.start()
-        progress.advance(task, count)
-
-    try:
-        yield advance
-    finally:
-        if progress.live.is_started:
-            progress.stop()
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Faults of a config name its file, where there are several."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError("\n".join(f"{path}: {line}" if path else line for line in str(error).splitlines())) from error
-
-
 def _is_override(text: str) -> bool:
     return re.match(r"[A-Za-z_][\w.]*=", text) is not None
-
-
-def _print_forecasts(forecasts: "list[Forecast]") -> None:
-    """One run in full, several as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from flowgrpo.forecast import describe, forecast_table, notes, picture
-
-    console = Console(highlight=False)
-    if len(forecasts) > 1:
-        console.print(forecast_table(forecasts))
-        console.print(notes(forecasts), soft_wrap=True)
-        return
-    (one,) = forecasts
-    table = Table(title=f"plan of {one.config.name}", show_header=False, title_justify="left")
-    for name, words in describe(one).items():
-        table.add_row(name, words)
-    console.print(table)
-    if one.measured:
-        console.print("windows: decided by measurement while the run goes on")
-        return
-    if not any(one.windows):
-        console.print("no window: samples are those of plain inference")
-        return
-    console.print(f"windows over {one.config.iterations} iterations; the darker, the more of them train the step")
-    console.print("\n".join(picture(one.windows, one.config.sampler.num_steps)), markup=False)
-
-
-def _print_rises(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from flowgrpo.tables import rises_table
-
-    Console().print(rises_table(summary))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from flowgrpo.slots import Slot, nearest
 from flowgrpo.yaml_input import apply_override, read_mapping
@@ -186,6 +186,7 @@ class HealthConfig(Section):
     kl_old: Above0 = Field(default=25.0, description="Most divergence of an iteration, in thresholds (dppo).")
     fall: Above0 = Field(default=0.7, description="Most fall of a score, in standard deviations at the start.")
     error: Above0 = Field(default=3.0, description="Most matching error, in those of the start.")
+    against: Above0 = Field(default=0.15, description="Most of minus Kendall's tau of advantages and a score.")
     diversity: Above0 = Field(default=0.2, description="Least difference within groups, as a share of the start's.")
     canary: Above0 = Field(default=1.0, description="Most drift of a canary, in standard deviations at the start.")
 
@@ -269,6 +270,14 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Check a plain mapping. Raises ValueError as `load_config` does."""
     try:
         return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def parse_rewards(raw: list[Any]) -> list[RewardConfig]:
+    """Check a list of rewards by itself. Raises ValueError as `load_config` does."""
+    try:
+        return TypeAdapter(list[RewardConfig]).validate_python(raw)
     except ValidationError as error:
         raise ValueError("\n".join(_explain(e) for e in error.errors())) from error
 

@@ -55,6 +55,7 @@ class Health:
             "diversity": self._diversity,
         }
         signs |= {name: lambda name=name: self._canary(name) for name in CANARIES}
+        signs |= {f"tau of {name}": lambda name=name: self._against(name) for name in (*self.rewards, *self.monitors)}
         return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in (*self.rewards, *self.monitors)}
 
     def _watched(self) -> dict[str, tuple[str, str, float]]:
@@ -116,6 +117,16 @@ class Health:
             f"{reward} has fallen {self._path(name)}: the model is breaking or the rewards conflict; look at the samples, "
             "lower optimizer.lr, resume from an earlier checkpoint"
         )
+
+    def _against(self, reward: str) -> str | None:
+        """Advantages order the samples of a prompt against a score, which will fall: the earliest sign of exploited rewards."""
+        tau = _mean(self.rows, f"score/{reward}/tau")
+        if len(self.rows) == LAST and tau < -self.limits.against:
+            return (
+                f"training works against {reward}: Kendall's tau of advantages and its scores is {tau:.2g} in the last {LAST} "
+                "iterations; if it should rise or stay, weigh the rewards anew"
+            )
+        return None
 
     def _error(self) -> str | None:
         """The model no longer matches its own samples."""

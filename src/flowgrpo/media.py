@@ -116,11 +116,11 @@ def to_uint8(frames: Tensor) -> UInt8[Tensor, " *f h w 3"]:
 
 
 def as_shown(media: Float[Tensor, " b f 3 h w"]) -> Float[Tensor, " b f 3 h w"]:
-    """Media rounded to 8 bits, as a file would show it; NaN stays NaN.
+    """Media rounded to 8 bits, as a file would show it; NaN and infinity stay.
 
     A picture of 8 bits that went through bfloat16 comes back as it was: its steps are half as wide.
     """
-    return (media.clamp(0, 1) * 255).round() / 255
+    return torch.where(media.isfinite(), (media.clamp(0, 1) * 255).round() / 255, media)
 
 
 def save_image(frame: Float[Tensor, " 3 h w"], path: str | Path) -> None:
