@@ -24,7 +24,8 @@ RECIPES = {
 SOUND = {
     "score/r/mean": 0.5, "score/r/std": 0.2, "score/m/mean": 0.5, "score/m/std": 0.2, "ratio/spread": 1e-4, "kl_old": 5e-5,
     "moved": 1e-3, "matching_error": 0.4, "canary/contrast": 0.2, "canary/contrast/std": 0.1,
-    "score/r/tau": 0.4, "score/m/tau": 0.0, "canary/group_diversity": 0.5, "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
+    "score/r/tau": 0.4, "score/m/tau": 0.0, "canary/group_diversity": 0.5,
+    "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
 }  # fmt: skip
 
 
