@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -19,11 +19,14 @@ def need_pyarrow() -> None:
         raise SystemExit("a study needs pyarrow for its parquet file: pip install 'flowgrpo[study]'") from error
 
 
-def write(runs: Sequence[Run], out: Path) -> str:
-    """Write runs.parquet, study.md and study.png into `out`; returns the text. Raises ValueError without a finished run."""
+def write(runs: Sequence[Run], out: Path, above: Callable[[Sequence[Run]], str] = lambda _: "") -> str:
+    """Write runs.parquet, study.md and study.png into `out`; returns the text, which begins with what a study adds.
+
+    Raises ValueError without a finished run.
+    """
     if not runs:
         raise ValueError(f"{out}: must hold at least one finished run in runs.jsonl, found none; run the study first")
-    text = markdown(runs)
+    text = above(runs) + markdown(runs)
     parquet(runs, out / "runs.parquet")
     (out / "study.md").write_text(text, encoding="utf-8")
     plot(runs, out / "study.png")
@@ -33,20 +36,44 @@ def write(runs: Sequence[Run], out: Path) -> str:
 def rows(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """One row a run and mark; the columns of what is measured at the end only are None before.
 
-    `calls` are the network's denoising steps of rollout, replay and probe, summed over samples. Names such as
-    ``reward/clip/before`` hold means; ``/low`` and ``/high`` bound the rise, with 95 %.
+    `calls` are the network's denoising steps of rollout, replay and probe, summed over samples. `first_warning` and
+    `first_canary` are the iterations after which health first spoke, of anything and of a canary. Names such as
+    ``reward/clip/before`` hold means over the mark's prompts; ``/low`` and ``/high`` bound the rise, with 95 %.
     """
     found = []
     for one in runs:
         about = {"recipe": one["recipe"], "seed": one["seed"], "commit": one["commit"], "gold": one["gold"]}
         about |= {name: one["study"][name] for name in ("clock", "threads")}
-        found += [{**about, **point} for point in one["points"]]
-        for kind, changes in one["end"].items():
-            for name, change in changes.items():
-                column, parts = f"{kind}/{name}", {"before": "base", "after": "tuned", "low": "rise_low", "high": "rise_high"}
-                found[-1] |= {f"{column}/{part}": change[key] for part, key in parts.items()}
+        about |= {"first_warning": first_warning(one), "first_canary": first_canary(one)}
+        for point in one["points"]:
+            measured = one["end"] if point is one["points"][-1] else point.get("measured", {})
+            row = {**about, **point, **_columns(measured)}
+            found.append({name: value for name, value in row.items() if name != "measured"})
     columns = dict.fromkeys(name for row in found for name in row)
     return [{name: row.get(name) for name in columns} for row in found]
+
+
+def _columns(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    parts = {"before": "base", "after": "tuned", "low": "rise_low", "high": "rise_high"}
+    return {
+        f"{kind}/{name}/{part}": change[key]
+        for kind, changes in measured.items()
+        for name, change in changes.items()
+        for part, key in parts.items()
+    }
+
+
+def first_warning(one: Run, beginnings: tuple[str, ...] = ("",)) -> int | None:
+    """After how many iterations health first said something that begins so; None if never."""
+    signs = [iteration + 1 for iteration, sign in one.get("signs", []) if sign.startswith(beginnings)]
+    return min(signs, default=None)
+
+
+def first_canary(one: Run) -> int | None:
+    """After how many iterations health first said that a canary has changed; None if never."""
+    from flowgrpo.canaries import CANARIES
+
+    return first_warning(one, tuple(f"{name.replace('_', ' ')} of the samples" for name in CANARIES))
 
 
 def parquet(runs: Sequence[Run], path: Path) -> None:
@@ -76,7 +103,7 @@ def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for one in sorted(runs, key=lambda one: one["seed"]):
         found.setdefault(one["recipe"], []).append(one)
-    return dict(sorted(found.items(), key=lambda item: -mean(_nan(one["points"][-1]["rise"]) for one in item[1])))
+    return dict(sorted(found.items(), key=lambda item: -mean(or_nan(one["points"][-1]["rise"]) for one in item[1])))
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -95,16 +122,16 @@ def table(runs: Sequence[Run]) -> str:
     lines = []
     for recipe, some in by_recipe(runs).items():
         ends = [one["points"][-1] for one in some]
-        rises = [_nan(end["rise"]) for end in ends]
+        rises = [or_nan(end["rise"]) for end in ends]
         ratios = [_ratio(some, "diversity", name) for name in diversities]
         changes = [_ratio(some, "canary", name) - 1 for name in canaries]
         lines.append([
             recipe, f"{mean(end['iterations'] for end in ends):.0f}", f"{mean(end['samples'] for end in ends):.0f}",
             f"{mean(rises):+.3f}", f"{stdev(rises):.3f}" if len(rises) > 1 else "-", ", ".join(f"{r:+.3f}" for r in rises),
-            f"{min(_nan(end['rise_low']) for end in ends):+.3f}",
+            f"{min(or_nan(end['rise_low']) for end in ends):+.3f}",
             *(f"{ratio:.2f}" for ratio in ratios), *("-" if math.isnan(c) else f"{100 * c:+.0f} %" for c in changes),
         ])  # fmt: skip
-    return _markdown_table(header, lines)
+    return markdown_table(header, lines)
 
 
 def rewards(runs: Sequence[Run]) -> str:
@@ -113,10 +140,10 @@ def rewards(runs: Sequence[Run]) -> str:
     for recipe, some in by_recipe(runs).items():
         for name in some[0]["end"]["reward"]:
             changes = [one["end"]["reward"][name] for one in some]
-            before, after, rise = (mean(_nan(change[key]) for change in changes) for key in ("base", "tuned", "rise"))
-            each = ", ".join(f"{_nan(change['rise']):+.3f}" for change in changes)
+            before, after, rise = (mean(or_nan(change[key]) for change in changes) for key in ("base", "tuned", "rise"))
+            each = ", ".join(f"{or_nan(change['rise']):+.3f}" for change in changes)
             lines.append([recipe, name, f"{before:.3f}", f"{after:.3f}", f"{rise:+.3f}", each])
-    return _markdown_table(["recipe", "reward", "before", "after", "rise", "each seed"], lines)
+    return markdown_table(["recipe", "reward", "before", "after", "rise", "each seed"], lines)
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
@@ -131,7 +158,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     for recipe, some in by_recipe(runs).items():
         marks = list(zip(*(one["points"] for one in some), strict=True))
         spent = [0.0, *(mean(point[unit] for point in mark) for mark in marks)]
-        rises = [[0.0], *([_nan(point["rise"]) for point in mark] for mark in marks)]
+        rises = [[0.0], *([or_nan(point["rise"]) for point in mark] for mark in marks)]
         (line,) = axes.plot(spent, [mean(r) for r in rises], marker="o", label=recipe)
         axes.fill_between(spent, [min(r) for r in rises], [max(r) for r in rises], alpha=0.12, color=line.get_color())
     cpu = "CPU " if study["clock"] == "cpu" and unit == "seconds" else ""
@@ -144,12 +171,14 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 def _ratio(some: Sequence[Run], kind: str, name: str) -> float:
     """After divided by before, the mean over seeds; NaN where there was nothing before."""
     changes = [one["end"][kind][name] for one in some]
-    return mean(_nan(change["tuned"]) / base if (base := change["base"]) else math.nan for change in changes)
+    return mean(or_nan(change["tuned"]) / base if (base := change["base"]) else math.nan for change in changes)
 
 
-def _nan(value: float | None) -> float:
+def or_nan(value: float | None) -> float:
+    """NaN for what JSON has as null."""
     return math.nan if value is None else value
 
 
-def _markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as a table in Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines])

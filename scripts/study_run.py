@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from study_jobs import Arm
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo import keys
@@ -36,15 +39,15 @@ diffusers_logging.disable_progress_bar()
 transformers_logging.disable_progress_bar()
 
 
-def configured(path: Path, seed: int, args: argparse.Namespace) -> RunConfig:
-    """The recipe with what the study sets."""
+def configured(arm: Arm, seed: int, args: argparse.Namespace) -> RunConfig:
+    """The arm's config with what the study sets."""
     fixed = [f"seed={seed}", "iterations=5000", "checkpoint.every=0", "logging.samples_every=0"]
-    fixed += [f"name={path.stem}-{seed}", f"output_dir={json.dumps(str(args.out))}", "logging.trackers=[]"]
+    fixed += [f"name={arm.name}-{seed}", f"output_dir={json.dumps(str(args.out))}", "logging.trackers=[]"]
     if args.heldout is not None:
         fixed.append(f"prompts.heldout={json.dumps(str(args.heldout.resolve()))}")
-    config = load_config(path, [*fixed, *args.set])
+    config = load_config(arm.path, [*fixed, *arm.overrides, *args.set])
     if config.prompts.heldout is None:
-        raise ValueError(f"{path}: a study needs held-out prompts; set prompts.heldout, or give --heldout")
+        raise ValueError(f"{arm.path}: a study needs held-out prompts; set prompts.heldout, or give --heldout")
     return config
 
 
@@ -118,42 +121,43 @@ def _base_depends_on(config: RunConfig, args: argparse.Namespace) -> str:
     return json.dumps(what, sort_keys=True)
 
 
-def run(path: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train one recipe with one seed: gold's rise at every mark; every reward, canary and the diversity at the end."""
-    config = configured(path, seed, args)
+def run(arm: Arm, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm with one seed: gold's rise, every reward and every canary at each mark; at the end the diversity too."""
+    config = configured(arm, seed, args)
     judge, base = Judge(build(config), args), load(base_folder(config, args) / "scores")
     metrics = config.folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)  # of a run that was broken off
     trainer = Trainer(judge.parts, Metrics(metrics))
-    captions, points, tuned = [prompt.text for prompt in judge.prompts], [], base
+    points: list[dict[str, Any]] = []
     signs: list[Any] = []
     spent: dict[str, float] = {"seconds": 0.0, "iterations": 0, "samples": 0, "calls": 0}
     for mark in range(1, args.marks + 1):
         _train(trainer, spent, signs, args, mark / args.marks)
-        watched = len(captions) if mark == args.marks else min(args.watch, len(captions))
-        tuned = judge.scores(judge.prompts[:watched])
-        rise = paired_rise(base.column(config.gold)[:watched], tuned.column(config.gold), captions[:watched])
-        points.append({"mark": mark, **spent, **rise.as_json()})
+        watched = judge.prompts if mark == args.marks else judge.prompts[: args.watch]
+        changes = _changes(replace(base, values=base.values[: len(watched)]), judge.scores(watched), watched)
+        rise = changes[config.gold]
+        points.append({"mark": mark, **spent, **rise, "measured": _by_kind(changes)})
+        gold, low, high = (math.nan if rise[name] is None else rise[name] for name in ("rise", "rise_low", "rise_high"))
         print(
-            f"{path.stem} seed {seed}: {spent['seconds']:.0f} s, {spent['iterations']} iterations, {spent['samples']} samples, "
-            f"rise {rise.rise:+.3f} ({rise.low:+.3f} to {rise.high:+.3f}) on {rise.num_prompts} prompts",
+            f"{arm.name} seed {seed}: {spent['seconds']:.0f} s, {spent['iterations']} iterations, {spent['samples']} samples, "
+            f"rise {gold:+.3f} ({low:+.3f} to {high:+.3f}) on {rise['num_prompts']} prompts",
             flush=True,
         )
-    return {"recipe": path.stem, "seed": seed, "gold": config.gold, "commit": commit(), "points": points, "signs": signs,
-            "end": _end(judge, base, tuned, load(base_folder(config, args) / "diversity"))}  # fmt: skip
+    diversity = _changes(load(base_folder(config, args) / "diversity"), judge.diversity(), judge.diverse)
+    end = {**points[-1].pop("measured"), "diversity": diversity}
+    return {"recipe": arm.name, "seed": seed, "gold": config.gold, "commit": commit(), "points": points, "signs": signs,
+            "end": end}  # fmt: skip
 
 
-def _end(judge: Judge, base: Evaluation, tuned: Evaluation, base_diversity: Evaluation) -> dict[str, dict[str, Any]]:
-    """Before and after of everything, with intervals that resample whole captions."""
-    changes = _changes(base, tuned, judge.prompts)
+def _by_kind(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         "reward": {name: change for name, change in changes.items() if not name.startswith(CANARY)},
         "canary": {name.removeprefix(CANARY): change for name, change in changes.items() if name.startswith(CANARY)},
-        "diversity": _changes(base_diversity, judge.diversity(), judge.diverse),
     }
 
 
 def _changes(base: Evaluation, tuned: Evaluation, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Before and after of every column, with an interval that resamples whole captions."""
     captions = [prompt.text for prompt in prompts]
     return {name: paired_rise(base.column(name), tuned.column(name), captions).as_json() for name in base.names}
 

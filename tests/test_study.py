@@ -119,15 +119,15 @@ def arguments(study: ModuleType, out: Path, *more: str) -> argparse.Namespace:
 def test_finished_runs_are_not_repeated_and_seeds_come_one_after_the_other(study: ModuleType, tmp_path: Path) -> None:
     wanted = [("quick", 1), ("slow", 1), ("quick", 2), ("slow", 2)]
     args = arguments(study, tmp_path, "--seeds", "1", "2")
-    assert [(path.stem, seed) for path, seed in study.todo(args)] == wanted
+    assert [(arm.name, seed) for arm, seed in study.study_jobs.todo(args)] == wanted
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUNS[:2]), encoding="utf-8")
-    assert [(path.stem, seed) for path, seed in study.todo(args)] == [("quick", 1), ("slow", 2)]
+    assert [(arm.name, seed) for arm, seed in study.study_jobs.todo(args)] == [("quick", 1), ("slow", 2)]
 
 
 def test_runs_of_another_study_are_refused(study: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text(json.dumps(RUNS[0]) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"holds runs with \{'watch': 250\}, not \{'watch': 100\}"):
-        study.todo(arguments(study, tmp_path, "--watch", "100"))
+        study.study_jobs.todo(arguments(study, tmp_path, "--watch", "100"))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_run_that_fails_is_reported_with_its_last_lines(study: ModuleType, tmp
                                                           capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     (tmp_path / "logs").mkdir()
     args = arguments(study, tmp_path)
-    assert not study._in_process("quick", 1, args, ["--out", str(tmp_path)])  # no config: the process refuses
+    assert not study.study_jobs.in_process(args.arms[0], 1, args, ["--out", str(tmp_path)])  # no config: the process refuses
     error = capsys.readouterr().err
     assert "quick seed 1 failed with exit code 2" in error
     assert "give at least one config" in error
