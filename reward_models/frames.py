@@ -1,7 +1,7 @@
 """Any reward model of pictures, on the frames of a film."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,7 +56,7 @@ def places(frames: int, count: int) -> list[int]:
     return [round(i * (frames - 1) / (count - 1)) for i in range(count)]
 
 
-def _load(path: str, args: dict[str, Any], device: str) -> Callable[..., Tensor]:
+def _load(path: str, args: dict[str, Any], device: str) -> Any:
     import importlib
 
     module, _, name = path.partition(":")

@@ -137,7 +137,7 @@ def _dis() -> Callable[[Tensor], Tensor]:
         raise ImportError("motion needs OpenCV: pip install 'flowgrpo[video]'") from error
 
     def flow(clip: Tensor) -> Tensor:
-        solver = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
+        solver = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)  # pyright: ignore[reportAttributeAccessIssue]
         size = list(clip.shape[-2:])
         factor = max(1.0, DIS_SIZE / min(size))
         larger = [round(factor * side) for side in size]

@@ -231,6 +231,40 @@ def score_command(
         typer.echo(f"written to {output}")
 
 
+@app.command("serve")
+def serve_command(
+    rewards: Annotated[list[str], typer.Argument(metavar="REWARDS...", help="YAML file with rewards, or package.module:Name.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; one that others reach needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8000,
+    token_env: Annotated[str, typer.Option(help="Environment variable that holds the bearer token.")] = "FLOWGRPO_TOKEN",
+    max_mb: Annotated[int, typer.Option(min=1, help="Megabytes of a request, at most.")] = 512,
+    max_batch: Annotated[int, typer.Option(min=1, help="Samples of several requests scored together, at most.")] = 64,
+    debug: Debug = False,
+) -> None:
+    """Serve reward models to runs elsewhere, which name them as reward_models.remote:Remote."""
+    with reported(debug):
+        token = os.environ.get(token_env)
+        if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                f"{host} can be reached by others, so requests need a token; set {token_env}, or listen on 127.0.0.1"
+            )
+        from flowgrpo.score import read_rewards
+
+        configs = read_rewards(rewards)
+        quiet()
+        from accelerate import Accelerator
+
+        from flowgrpo.build import build_scorer
+        from flowgrpo.server import Limits, app_of
+
+        scorer = build_scorer(configs, str(Accelerator().device)).pointwise()
+        served = app_of(scorer, token, Limits(max_mb * 2**20, max_batch))
+        import uvicorn
+
+        typer.echo(f"serving {', '.join(scorer.names)}{'' if token else ', without a token'}; Ctrl-C ends it")
+        uvicorn.run(served, host=host, port=port, log_level="warning")
+
+
 def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
     from flowgrpo.config import load_config
 
