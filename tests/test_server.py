@@ -228,16 +228,16 @@ def test_json_that_is_cut_off_nan_and_refusals_are_errors_at_once(odd):
     with pytest.raises(ValueError, match="3 numbers or null"):
         ask(odd, [said(b'{"scores": {"r": [NaN, 0.5, 0.5]}}')])
     for status in (400, 401, 404, 413, 422):
-        with pytest.raises(ValueError, match=f"refuses 'r': status {status} too much"):
+        with pytest.raises(ValueError, match=f"reward 'r' is refused by http://.*: status {status} too much"):
             ask(odd, [said({"error": "too much"}, status), GOOD])
     with pytest.raises(ValueError, match="3 numbers"):
         scores_from_json({"scores": {"r": [1.0]}}, "r", 3)
 
 
 def test_silence_and_a_closed_port_end_as_one_error_that_names_them(odd):
-    with pytest.raises(OSError, match=r"no server has scored 'r' in 2 tries: .*ReadTimeout.*; .*ReadTimeout"):
+    with pytest.raises(OSError, match=r"no server has answered reward 'r' in 2 tries: .*ReadTimeout.*; .*ReadTimeout"):
         ask(odd, [None, None], retries=1)
-    with pytest.raises(OSError, match=r"no server has scored 'r' in 2 tries: http://127.0.0.1:1: ConnectError"):
+    with pytest.raises(OSError, match=r"no server has answered reward 'r' in 2 tries: http://127.0.0.1:1: ConnectError"):
         Remote("http://127.0.0.1:1", "r", retries=1, wait_s=0.0)(MEDIA, PROMPTS)
     start = time.monotonic()
     with pytest.raises(OSError, match="status 429"):
@@ -254,14 +254,14 @@ def test_the_loss_of_a_server_is_survived_and_load_is_spread(odd):
     Odd.answers = [said({"scores": {"r": [1, 1, 1]}})] * 4
     with serving(redness):
         model = Remote([odd, odd + "/"], "r")
-        assert [next(model._turn) for _ in range(3)] == [0, 1, 2]
+        assert [next(model.servers._turn) for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_server_that_is_away_and_comes_back_leaves_gaps_and_no_score_is_made_up():
     with serving(redness) as address:
         scorer = Scorer([Component("red", Remote(address, "redness", retries=0), 1.0)])
         before = scorer(MEDIA, PROMPTS).values
-    with pytest.warns(RuntimeWarning, match="no server has scored 'redness'"):
+    with pytest.warns(RuntimeWarning, match="no server has answered reward 'redness'"):
         assert scorer(MEDIA, PROMPTS).values.isnan().all()
     port = int(address.rsplit(":", 1)[1])
     app = app_of(Scorer([Component("redness", redness, 0.0)]), None)
