@@ -21,8 +21,8 @@ class Ocr:
     s = 1 - min(d, n) / n,    d = 0 if the text asked for is part of what is read, else their Levenshtein distance; n its length
 
     Case, spaces and the form of letters (NFKC) do not count. What is asked for stands in the prompt's meta as `text`, one or a
-    list of several, else in the prompt between double quotes; to a prompt without it does not apply. Of a film `frames` are read,
-    spread evenly over time; one that shows nothing counts 0.
+    list of several, else in the prompt between double quotes; to a prompt without it does not apply. Of a film `frames` are
+    read, spread evenly over time; one that shows nothing counts 0.
 
     `read` is RapidOCR's small PP-OCR detector and recogniser, whose weights come with its package. Raises ImportError without.
 

@@ -23,7 +23,7 @@ RECIPES = {
 }  # fmt: skip
 SOUND = {
     "score/r/mean": 0.5, "score/r/std": 0.2, "score/m/mean": 0.5, "score/m/std": 0.2, "ratio/spread": 1e-4, "kl_old": 5e-5,
-    "moved": 1e-3, "matching_error": 0.4, "canary/contrast": 0.2, "canary/contrast/std": 0.1,
+    "moved": 1e-4, "matching_error": 0.4, "canary/contrast": 0.2, "canary/contrast/std": 0.1,
     "score/r/tau": 0.4, "score/m/tau": 0.0, "canary/group_diversity": 0.5,
     "canary/high_frequency": 0.1, "canary/high_frequency/std": 0.2,
 }  # fmt: skip
@@ -49,6 +49,16 @@ def test_one_iteration_that_goes_too_far_is_enough_and_is_said_once(objective, c
     assert len(first) == 1
     assert words in first[0]
     assert second == []
+
+
+def test_a_policy_that_keeps_going_far_is_noticed_but_for_its_first_iteration():
+    far = {"moved": 0.004}  # a hundredth of the matching error
+    assert told(Awm(), far, far)[-1] == []
+    (message,) = told(Awm(), far, far, far)[-1]
+    assert "moved is 0.01 of the matching error in the last 3 (at most 0.006 in a healthy run)" in message
+    assert told(Awm(old_decay=0.5), far, far, far)[-1] == []
+    health = Health(Awm(), [], [], HealthConfig())
+    assert [health.look({**SOUND, **change}) for change in ({"moved": 0.05}, {}, {}, {}, {})] == [[]] * 5
 
 
 def test_what_has_no_unit_is_not_held_against_one():
