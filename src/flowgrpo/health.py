@@ -97,12 +97,12 @@ class Health:
         return None
 
     def _pace(self) -> str | None:
-        """The policy keeps going far, long before it breaks; the first iteration does not count, AdamW's first steps are large."""
+        """The policy keeps going far. The first iteration does not count: AdamW's first steps are large."""
         paces = [row["moved"] / error for row in self.rows if (error := self._matching_error(row)) and "moved" in row]
         if self.looks > LAST and len(paces) == LAST and (pace := fmean(paces)) > self.limits.pace:
             return (
-                f"the policy moves far in every iteration: moved is {pace:.2g} of the matching error in the last {LAST} (at most "
-                f"{self.limits.pace:g} in a healthy run); lower optimizer.lr"
+                f"the policy moves far in every iteration: moved is {pace:.2g} of the matching error in the last {LAST} "
+                f"(at most {self.limits.pace:g} in a healthy run); lower optimizer.lr"
             )
         return None
 
