@@ -51,6 +51,7 @@ class Health:
     def _signs(self) -> dict[str, Callable[[], str | None]]:
         signs: dict[str, Callable[[], str | None]] = {
             "stride": self._stride,
+            "pace": self._pace,
             "error": self._error,
             "diversity": self._diversity,
         }
