@@ -53,9 +53,9 @@ def test_one_iteration_that_goes_too_far_is_enough_and_is_said_once(objective, c
 
 def test_a_policy_that_keeps_going_far_is_noticed_but_for_its_first_iteration():
     far = {"moved": 0.004}  # a hundredth of the matching error
-    assert told(Awm(), far, far)[-1] == []
-    (message,) = told(Awm(), far, far, far)[-1]
-    assert "moved is 0.01 of the matching error in the last 3 (at most 0.006 in a healthy run)" in message
+    assert told(Awm(), far)[-1] == []
+    (message,) = told(Awm(), far, far)[-1]
+    assert "the median of moved is 0.01 of the matching error in the last 3 (at most 0.006 in a healthy run)" in message
     assert told(Awm(old_decay=0.5), far, far, far)[-1] == []
     health = Health(Awm(), [], [], HealthConfig())
     assert [health.look({**SOUND, **change}) for change in ({"moved": 0.05}, {}, {}, {}, {})] == [[]] * 5

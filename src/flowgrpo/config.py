@@ -182,7 +182,7 @@ class DataConfig(Section):
 class HealthConfig(Section):
     then: Literal["warn", "stop", "nothing"] = Field(default="warn", description="After a sign of breaking; stop saves first.")
     moved: Above0 = Field(default=0.25, description="Most change of the velocity in an iteration, in matching errors.")
-    pace: Above0 = Field(default=0.006, description="The same as a mean of three iterations, the first of a run left out.")
+    pace: Above0 = Field(default=0.006, description="The same as the median of three iterations, the first of a run left out.")
     spread: Above0 = Field(default=2.0, description="Most |log ratio| of an iteration, in clip ranges.")
     kl_old: Above0 = Field(default=25.0, description="Most divergence of an iteration, in thresholds (dppo).")
     fall: Above0 = Field(default=0.7, description="Most fall of a score, in standard deviations at the start.")

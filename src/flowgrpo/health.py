@@ -7,7 +7,7 @@ runs with their recipe's learning rate and with ten times as much, and runs that
 
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from flowgrpo.canaries import CANARIES
@@ -100,10 +100,15 @@ class Health:
     def _pace(self) -> str | None:
         """The policy keeps going far. The first iteration does not count: AdamW's first steps are large."""
         paces = [row["moved"] / error for row in self.rows if (error := self._matching_error(row)) and "moved" in row]
-        if self.looks > LAST and len(paces) == LAST and (pace := fmean(paces)) > self.limits.pace:
+        if (
+            "stride" not in self.said
+            and self.looks > LAST
+            and len(paces) == LAST
+            and (pace := median(paces)) > self.limits.pace
+        ):
             return (
-                f"the policy moves far in every iteration: moved is {pace:.2g} of the matching error in the last {LAST} "
-                f"(at most {self.limits.pace:g} in a healthy run); lower optimizer.lr"
+                f"the policy moves far in every iteration: the median of moved is {pace:.2g} of the matching error in "
+                f"the last {LAST} (at most {self.limits.pace:g} in a healthy run); lower optimizer.lr"
             )
         return None
 
