@@ -131,6 +131,37 @@ def test_an_iteration_makes_the_calls_that_were_planned(sampler: Any, micro_batc
         assert sum(seen) == pytest.approx(samples * (plan.cost.rollout + plan.cost.replay))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": {"use": "clipped_ratio", "kl": 0.1}},
+        {"objective": {"use": "clipped_ratio"}, "samples": "extremes"},
+        {"objective": {"use": "nft"}},
+        {"objective": {"use": "nft", "kl": 0.1, "old_decay": 0.5}},
+        {"objective": {"use": "dpo"}, "samples": "extremes"},
+        {"objective": {"use": "rwr"}},
+    ],
+)
+def test_what_old_policy_and_reference_are_asked_is_planned_too(changes: Any, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "planned"
+    folder.mkdir(exist_ok=True)
+    raw = toys.raw_config(folder, iterations=1, logging__watch_every=0, optimizer__micro_batch_size=4, **changes)
+    raw["sampler"]["group_noise"] = "distinct"
+    settings = parse_config(raw)
+    plan, parts = forecast(settings), build(settings)
+    seen = counted(parts.policy)
+    Trainer(parts, Metrics(folder / "metrics.jsonl")).iteration(0)
+    c = plan.cost
+    assert c.compared > 0 or changes["objective"]["use"] in ("rwr", "clipped_ratio")
+    assert sum(seen) == pytest.approx(plan.geometry.samples * (c.rollout + c.replay + c.compared))
+
+
+def test_groups_that_would_be_cut_are_refused_by_the_plan() -> None:
+    settings = config({})
+    with pytest.raises(ValueError, match="compares the samples of a group"):
+        forecast(parse_config({**settings.model_dump(), "objective": "dgpo", "prompts_per_iteration": 1, "advantage": "group"}))
+
+
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "wan_euler"])
 def test_the_planned_memory_is_that_of_the_trajectory(name: str, tmp_path: Path) -> None:
     pipeline = tiny(name)

@@ -12,11 +12,11 @@ import torch
 from rich.table import Table
 
 from flowgrpo.build import with_tail
-from flowgrpo.choices import Choices, choose, when
+from flowgrpo.choices import Choices, check_groups, choose, when
 from flowgrpo.config import RunConfig
 from flowgrpo.data import Geometry, check_geometry
 from flowgrpo.group_noise import Distinct, Shared
-from flowgrpo.plan import Cost, cost, levels_of, micro_batches
+from flowgrpo.plan import Cost, cost, learnt, levels_of, micro_batches
 from flowgrpo.rollout import Dynamics
 from flowgrpo.schedule import Grid, shifted_sigmas
 from flowgrpo.window import Window
@@ -53,7 +53,7 @@ class Forecast:
     @property
     def price(self) -> float:
         """Forward passes: a replayed step, with its backward pass, counts three."""
-        return self.cost.rollout + self.probe + REPLAY_PRICE * self.cost.replay
+        return self.cost.rollout + self.probe + REPLAY_PRICE * self.cost.replay + self.cost.compared
 
     @property
     def updates(self) -> int:
@@ -70,13 +70,19 @@ def forecast(config: RunConfig, num_processes: int = 1) -> Forecast:
     """Plan a run. Raises ValueError for a config that cannot work."""
     choices, updates = choose(config), config.optimizer.updates_per_iteration
     geometry = check_geometry(config.prompts_per_iteration, config.group_size, num_processes, updates)
+    check_groups(config, choices, geometry)
     measured = hasattr(choices.window, "wants_probe")
     windows = possible_windows(config, choices.window) if measured else planned_windows(config, choices.window)
     moves = {window: _dynamics(config, choices, window) for window in set(windows)}
     batches, levels = micro_batches(geometry, config.optimizer.micro_batch_size), levels_of(choices)
     counted = Counter(windows).items()
     shared, unshared = (
-        mean_cost([(cost(moves[w], within, config.group_size, batches, levels), times) for w, times in counted])
+        learnt(
+            mean_cost([(cost(moves[w], within, config.group_size, batches, levels), times) for w, times in counted]),
+            choices,
+            config.group_size,
+            updates,
+        )
         for within in (choices.group_noise, Distinct())
     )
     probe = _probe_calls(config, choices) / geometry.samples_per_process if measured else 0.0
@@ -169,7 +175,7 @@ def describe(f: Forecast) -> Mapping[str, str]:
         "without sharing": f"{f.unshared}; with group_noise: distinct",
         **probe,
         "an iteration": f"{g.samples * (f.cost.rollout + f.probe):,.0f} calls to sample, "
-        f"{g.samples * f.cost.replay:,.0f} to replay",
+        f"{g.samples * f.cost.replay:,.0f} to replay, {g.samples * f.cost.compared:,.0f} to compare",
         "updates": f"{config.optimizer.updates_per_iteration} an iteration, {f.updates:,} in all",
         "trajectory": f"{f.memory / 1e6:,.1f} MB a process for {g.samples_per_process} samples; {f.size.words}",
     }
@@ -211,8 +217,8 @@ def notes(forecasts: Sequence[Forecast]) -> str:
     """What the columns of `forecast_table` mean."""
     lines = [
         "Network calls a sample, averaged over the run; alone: rollout without sharing.",
-        f"cost: rollout + {REPLAY_PRICE} x replay; {baseline(forecasts).config.name} is 1. Not counted: the second pass",
-        "of a call under guidance, and the reference's pass under a KL.",
+        f"cost: rollout + {REPLAY_PRICE} x replay + what old policy and reference are asked; "
+        f"{baseline(forecasts).config.name} is 1. Not counted: the second pass of a call under guidance.",
     ]
     if any(f.measured for f in forecasts):
         lines.append("Windows that follow measurements: averaged over all places; rollout has the measuring.")

@@ -1,7 +1,7 @@
 """What a run will do, before it does it: geometry, network calls, updates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowgrpo.build import Parts
 from flowgrpo.choices import Choices, when
@@ -12,12 +12,16 @@ from flowgrpo.rollout import Dynamics
 
 @dataclass(frozen=True)
 class Cost:
-    """Network calls for one sample of one iteration; those that a group shares are split among its samples."""
+    """Network calls for one sample of one iteration; those that a group shares are split among its samples.
+
+    `replay` are those with gradient, `compared` those without that ask the old policy and the reference what they say.
+    """
 
     prefix: float
     window: float
     tail: float
     replay: float
+    compared: float = 0.0
 
     @property
     def rollout(self) -> float:
@@ -26,7 +30,8 @@ class Cost:
 
     def __str__(self) -> str:
         parts = f"prefix {self.prefix:.2f}, window {self.window:.2f}, tail {self.tail:.2f}"
-        return f"rollout {self.rollout:.2f} ({parts}), replay {self.replay:.2f}"
+        compared = f", compared {self.compared:.2f}" if self.compared else ""
+        return f"rollout {self.rollout:.2f} ({parts}), replay {self.replay:.2f}{compared}"
 
 
 def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Sequence[range] = (), levels: int = 0) -> Cost:
@@ -47,6 +52,19 @@ def cost(dynamics: Dynamics, within: GroupNoise, group_size: int, batches: Seque
 
     replay = float(levels) or sum((share(batch, step) for batch in batches for step in window), 0.0)
     return Cost(calls(range(window.start)), calls(window), calls(range(window.stop, plan.last)), replay)
+
+
+def learnt(whole: Cost, choices: Choices, group_size: int, updates: int) -> Cost:
+    """The cost where only some samples of a group are learnt from, with what old policy and reference are asked.
+
+    An old policy that is the trained one at the start of the iteration is asked for all updates but the first.
+    """
+    objective = choices.objective
+    replay = whole.replay * choices.samples.count(group_size) / group_size
+    old = 0.0
+    if objective.family == "forward" and objective.needs_old:
+        old = 1.0 if objective.old_decay else (updates - 1) / updates
+    return replace(whole, replay=replay, compared=replay * (old + objective.needs_reference))
 
 
 def levels_of(choices: Choices) -> int:
@@ -71,6 +89,7 @@ def describe(parts: Parts) -> Mapping[str, str]:
     batches = micro_batches(g, o.micro_batch_size)
     levels = levels_of(choices)
     first = cost(dynamics, choices.group_noise, config.group_size, batches, levels)
+    first = learnt(first, choices, config.group_size, o.updates_per_iteration)
     places = f"{levels} levels" if levels else f"{len(dynamics.window)} steps"
     return {
         "policy": f"{type(parts.policy.pipeline).__name__}, {config.model.train}: trains {trained:,} of {total:,} parameters",
