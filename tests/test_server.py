@@ -155,6 +155,21 @@ def test_a_model_that_fails_there_is_a_gap_here():
         torch.testing.assert_close(Remote(address, "redness")(MEDIA, PROMPTS), redness(MEDIA, PROMPTS))
 
 
+class Moves:
+    needs_motion = True
+    __name__ = "moves"
+
+    def __call__(self, media, prompts):
+        return redness(media, prompts)
+
+
+def test_samples_that_a_model_cannot_take_are_refused_and_not_asked_for_again():
+    with serving(Moves()) as address:
+        with pytest.raises(ValueError, match="status 422 reward 'moves' measures motion and needs at least 2 frames"):
+            Remote(address, "moves", retries=3, wait_s=30.0)(MEDIA[:, :1], PROMPTS)
+        torch.testing.assert_close(Remote(address, "moves")(MEDIA, PROMPTS), redness(MEDIA, PROMPTS))
+
+
 class Odd(BaseHTTPRequestHandler):
     """Answers each request with the next of `answers`: status, headers, body; None hangs for a second."""
 

@@ -74,14 +74,12 @@ def group_diversity(features: Float[Tensor, " b d"], group_ids: Int[Tensor, " b"
     Cosine because embeddings such as CLIP's are trained and compared by direction, where length says nothing of the
     picture. Raises ValueError for a group of one and for a feature that is zero or not finite and so has no direction.
     """
-    length = features.double().norm(dim=1)
-    if not bool((length.isfinite() & (length > 0)).all()):
+    if not bool((features.isfinite().all(1) & (features != 0).any(1)).all()):
         raise ValueError("features must be finite and not zero to have a direction; leave failed samples out")
-    unit = features.double() / length[:, None]
     ids, counts = group_ids.unique(return_counts=True)
     if bool((counts < 2).any()):
         raise ValueError(f"a group needs two samples to be diverse, group {int(ids[counts < 2][0])} has one; leave it out")
-    return torch.stack([_mean_distance(unit[group_ids == group]) for group in ids]).to(features.dtype)
+    return torch.stack([_mean_distance(features[group_ids == group]) for group in ids]).to(features.dtype)
 
 
 def kendall_tau(a: Float[Tensor, " b"], b: Float[Tensor, " b"], group_ids: Int[Tensor, " b"]) -> float:
@@ -102,7 +100,8 @@ def kendall_tau(a: Float[Tensor, " b"], b: Float[Tensor, " b"], group_ids: Int[T
     return float(torch.stack(found).mean()) if found else float("nan")
 
 
-def _mean_distance(unit: Tensor) -> Tensor:
+def _mean_distance(features: Tensor) -> Tensor:
+    unit = torch.nn.functional.normalize(features.double(), dim=1)
     rows, columns = torch.triu_indices(len(unit), len(unit), offset=1)
     return (1 - (unit @ unit.T)[rows, columns]).mean()
 

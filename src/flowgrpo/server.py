@@ -139,7 +139,10 @@ def app_of(scorer: Scorer, token: str | None, limits: Limits | None = None) -> A
             columns = [scorer.names.index(name) for name in rewards or scorer.names]
         except ValueError as error:
             raise Refused(422, f"{error}; there are {', '.join(scorer.names)}") from error
-        values = await asyncio.wrap_future(batcher.submit(media, prompts))
+        try:
+            values = await asyncio.wrap_future(batcher.submit(media, prompts))
+        except ValueError as error:  # samples that a model cannot take, such as pictures where films are wanted
+            raise Refused(422, str(error)) from error
         counts["samples"] += len(prompts)
         return JSONResponse(scores_as_json([scorer.names[k] for k in columns], values[:, columns]))
 
