@@ -29,7 +29,7 @@ class Frames:
             raise ValueError(f"count must be at least 1, got {count}")
         if reduce not in get_args(Reduce):
             raise ValueError(f"reduce must be one of {', '.join(get_args(Reduce))}, got {reduce!r}; choose one")
-        self.model, self.count, self.reduce = _load(model, dict(args or {}), device), count, reduce
+        self.model, self.count, self.reduce = load(model, dict(args or {}), device), count, reduce
         self.unit: str = getattr(self.model, "unit", "score")
         self.range: tuple[float, float] | None = getattr(self.model, "range", None)
 
@@ -56,7 +56,8 @@ def places(frames: int, count: int) -> list[int]:
     return [round(i * (frames - 1) / (count - 1)) for i in range(count)]
 
 
-def _load(path: str, args: dict[str, Any], device: str) -> Any:
+def load(path: str, args: dict[str, Any], device: str) -> Any:
+    """The reward model at an import path package.module:Name; a device is given to a constructor that takes one."""
     import importlib
 
     module, _, name = path.partition(":")
