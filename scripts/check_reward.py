@@ -21,15 +21,18 @@ from typing import Any
 
 import torch
 import yaml
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from flowgrpo.calling import Caller, checked
 from flowgrpo.component import Component, Traits
 from flowgrpo.data import Prompt, load_prompts
-from flowgrpo.scoring import Scorer
+from flowgrpo.media import from_pil
+from flowgrpo.scoring import RANGE_SLACK, Scorer
 from flowgrpo.slots import call_checked, import_object
 
-TEXTS = ("a red circle", "two blue squares above a green triangle", 'a sign that says "open"', "ein Hund im Schnee")
+WORD = "open"
+TEXTS = ("a red circle", "two blue squares above a green triangle", f'a sign that says "{WORD}"', "ein Hund im Schnee")
 TOLERANCE = 1e-3  # of a score, or of the range where it is wider than 1
 LOW_PRECISION = 5e-2  # the same, under bfloat16
 
@@ -88,7 +91,8 @@ def stays_in_its_range(case: Case) -> str:
     """No score outside what the model declares; a judge's lie in [0, 1]."""
     low, high = (0.0, 1.0) if case.traits.compares else case.traits.range or (-torch.inf, torch.inf)
     scores = case.scores()
-    return "" if bool(((scores >= low) & (scores <= high)).all()) else f"range is ({low}, {high}), got {scores.tolist()}"
+    inside = (scores >= low - RANGE_SLACK) & (scores <= high + RANGE_SLACK)
+    return "" if bool(inside.all()) else f"range is ({low}, {high}), got {scores.tolist()}"
 
 
 def tells_pictures_apart(case: Case) -> str:
@@ -212,7 +216,7 @@ def run_checks(case: Case) -> dict[str, str]:
 
 
 def pictures(count: int, frames: int, height: int, width: int) -> Tensor:
-    """Media (count, frames, 3, h, w) in [0, 1] of 8 bits: black, white, halves, noise, and smooth random ones that move."""
+    """Media (count, frames, 3, h, w) in [0, 1] of 8 bits: black, white, halves, noise, a word, smooth random ones that move."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(count, 3, 4 + frames, 4 + frames, generator=generator)
     clips = [coarse[:, :, i : i + 4, i : i + 4] for i in range(frames)]
@@ -220,7 +224,16 @@ def pictures(count: int, frames: int, height: int, width: int) -> Tensor:
     media[0], media[1] = 0.0, 1.0
     media[2, :, :, :, : width // 2] = 0.0
     media[3] = torch.rand(frames, 3, height, width, generator=generator)
+    media[4] = written(WORD, height, width)
     return (media * 255).round() / 255
+
+
+def written(word: str, height: int, width: int) -> Tensor:
+    """A picture (3, h, w) of a word, as wide as it fits."""
+    picture = Image.new("RGB", (width, height), (250, 250, 245))
+    font = ImageFont.load_default(0.4 * width)
+    ImageDraw.Draw(picture).text((width / 2, height / 2), word, (10, 10, 30), font=font, anchor="mm")
+    return from_pil([picture])[0, 0]
 
 
 def case_of(model: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -228,6 +241,7 @@ def case_of(model: Callable[..., Any], args: argparse.Namespace) -> Case:
     texts = (
         [Prompt(text, i) for i, text in enumerate(TEXTS)] if args.prompts is None else list(load_prompts(args.prompts).prompts)
     )
+    texts = [prompt for prompt in texts if getattr(model, "applies", lambda _: True)(prompt)] or texts
     prompts = [texts[i % len(texts)] for i in range(args.count)]
     traits = Traits.of(model)
     shown = pictures(args.count, args.frames, *args.size)
