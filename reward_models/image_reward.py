@@ -47,7 +47,8 @@ class ImageReward:
         if not Path(weights).is_file():
             raise FileNotFoundError(f"weights={weights!r} must be the file ImageReward.pt, found no such file")
         state = torch.load(weights, map_location="cpu", weights_only=True)
-        self.vision, self.text, self.head = (net.eval().requires_grad_(False).to(device) for net in build(state, weights))
+        networks = [net.eval().requires_grad_(False).to(device) for net in build(state, weights)]
+        self.vision, self.text, self.head = networks
         self.size: int = self.vision.config.image_size
         self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
         self.device = torch.device(device)
@@ -72,10 +73,11 @@ class ImageReward:
 
         pixels = to_uint8(frames).movedim(-1, -3)
         pixels = tv.center_crop(tv.resize(pixels, [self.size], tv.InterpolationMode.BICUBIC, antialias=True), [self.size])
-        return tv.normalize(pixels.float() / 255, *map(list, PIXELS)).to(self.device)
+        mean, std = map(list, PIXELS)
+        return tv.normalize(pixels.float() / 255, mean, std).to(self.device)
 
 
-def build(state: Mapping[str, Tensor], source: str) -> tuple[Any, Any, nn.Sequential]:
+def build(state: Mapping[str, Tensor], source: str) -> list[Any]:
     """The picture encoder, the text encoder and the head of a state dict, whose sizes it tells."""
     from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel
@@ -115,7 +117,7 @@ def build(state: Mapping[str, Tensor], source: str) -> tuple[Any, Any, nn.Sequen
     )  # fmt: skip
     _fill(vision, {_renamed(key): value for key, value in own[VISION].items()}, source)
     _fill(text, {key: value for key, value in own[TEXT].items() if key not in IDLE}, source)
-    return vision, text, _head(own[HEAD], source)
+    return [vision, text, _head(own[HEAD], source)]
 
 
 def _renamed(key: str) -> str:

@@ -42,7 +42,8 @@ class Ocr:
         except ImportError as error:
             raise ImportError("reading texts needs RapidOCR: pip install 'flowgrpo[ocr]'") from error
         self.frames = frames
-        self._engine: Any = RapidOCR(params={"Global.log_level": "warning"})
+        threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}  # else all cores
+        self._engine: Any = RapidOCR(params={"Global.log_level": "warning", **threads})
 
     def applies(self, prompt: Prompt) -> bool:
         """Whether the prompt asks for a text."""
