@@ -187,9 +187,9 @@ class HealthConfig(Section):
     kl_old: Above0 = Field(default=25.0, description="Most divergence of an iteration, in thresholds (dppo).")
     fall: Above0 = Field(default=0.7, description="Most fall of a score, in standard deviations at the start.")
     error: Above0 = Field(default=3.0, description="Most matching error, in those of the start.")
-    against: Above0 = Field(default=0.15, description="Most of minus Kendall's tau of advantages and a score.")
+    against: Above0 = Field(default=0.15, description="Most of minus Kendall's tau of advantages and a weighted score.")
     diversity: Above0 = Field(default=0.2, description="Least difference within groups, as a share of the start's.")
-    canary: Above0 = Field(default=1.0, description="Most drift of a canary, in standard deviations at the start.")
+    canary: Above0 = Field(default=2.0, description="Most drift of a canary, in standard deviations at the start.")
 
 
 class CheckpointConfig(Section):

@@ -56,7 +56,7 @@ class Health:
             "diversity": self._diversity,
         }
         signs |= {name: lambda name=name: self._canary(name) for name in CANARIES}
-        signs |= {f"tau of {name}": lambda name=name: self._against(name) for name in (*self.rewards, *self.monitors)}
+        signs |= {f"tau of {name}": lambda name=name: self._against(name) for name in self.rewards}
         return signs | {f"fall of {name}": lambda name=name: self._fall(name) for name in (*self.rewards, *self.monitors)}
 
     def _watched(self) -> dict[str, tuple[str, str, float]]:
@@ -135,12 +135,15 @@ class Health:
         )
 
     def _against(self, reward: str) -> str | None:
-        """Advantages order the samples of a prompt against a score, which will fall: the earliest sign of exploited rewards."""
+        """Advantages order the samples of a prompt against a reward, which will fall: the earliest sign of rewards that conflict.
+
+        Of a monitor tau is noise where few groups tell its samples apart.
+        """
         tau = _mean(self.rows, f"score/{reward}/tau")
         if len(self.rows) == LAST and tau < -self.limits.against:
             return (
                 f"training works against {reward}: Kendall's tau of advantages and its scores is {tau:.2g} in the last {LAST} "
-                "iterations; if it should rise or stay, weigh the rewards anew"
+                "iterations; weigh the rewards anew, or remove it"
             )
         return None
 
