@@ -135,7 +135,7 @@ class Health:
         )
 
     def _against(self, reward: str) -> str | None:
-        """Advantages order the samples of a prompt against a reward, which will fall: the earliest sign of rewards that conflict.
+        """Advantages order the samples of a prompt against a reward, which will fall: the earliest sign of a conflict.
 
         Of a monitor tau is noise where few groups tell its samples apart.
         """
