@@ -135,7 +135,7 @@ def test_without_noise_every_transition_is_the_euler_step():
 
 
 @pytest.mark.parametrize(
-    ("transition", "g"), [(FlowSde(0.7), lambda t: 0.7 * math.sqrt(t / (1 - t))), (DanceSde(0.3), lambda t: 0.3)], ids=str
+    ("transition", "g"), [(FlowSde(0.7), lambda t: 0.7 * math.sqrt(t / (1 - t))), (DanceSde(0.3), lambda t: 0.3)]
 )
 def test_the_sde_steps_are_the_euler_maruyama_steps_of_the_velocity(transition, g):
     """mean = x - (v + g^2 / (2 t) eps) delta (MixGRPO, eq. 2-8)."""
