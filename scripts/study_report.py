@@ -70,10 +70,11 @@ def first_warning(one: Run, beginnings: tuple[str, ...] = ("",)) -> int | None:
 
 
 def first_canary(one: Run) -> int | None:
-    """After how many iterations health first said that a canary has changed; None if never."""
+    """After how many iterations health first said that a canary has changed, tau and diversity among them; None if never."""
     from flowgrpo.canaries import CANARIES
 
-    return first_warning(one, tuple(f"{name.replace('_', ' ')} of the samples" for name in CANARIES))
+    others = ("training works against", "the samples of a prompt differ")
+    return first_warning(one, (*others, *(f"{name.replace('_', ' ')} of the samples" for name in CANARIES)))
 
 
 def parquet(runs: Sequence[Run], path: Path) -> None:

@@ -88,12 +88,22 @@ def test_the_parquet_rows_have_the_first_warnings_and_what_was_measured_at_each_
 
 @pytest.mark.parametrize("canary", CANARIES)
 def test_what_health_says_of_a_canary_is_known_as_one(canary: str) -> None:
-    health = Health(SimpleNamespace(family="forward"), ["clip"], HealthConfig())
-    signs = [health.look({f"canary/{canary}": value}) for value in (1.0, 1.0, 1.0, 9.0, 9.0, 9.0)]
+    health = Health(SimpleNamespace(family="forward"), ["clip"], [], HealthConfig())
+    values = (1.0, 1.0, 1.0, 9.0, 9.0, 9.0)
+    signs = [health.look({f"canary/{canary}": value, f"canary/{canary}/std": 1.0}) for value in values]
     said = [[iteration, sign] for iteration, some in enumerate(signs) for sign in some]
     assert said
     assert study_report.first_canary({"signs": said}) == said[0][0] + 1
     assert study_report.first_canary({"signs": [[0, "clip has fallen from 1 to 0"]]}) is None
+
+
+def test_tau_and_diversity_are_canaries_too() -> None:
+    health = Health(SimpleNamespace(family="forward"), ["clip"], [], HealthConfig())
+    signs = [health.look({"score/clip/tau": tau}) for tau in (0.3, -0.4, -0.4)]
+    assert study_report.first_canary({"signs": [[k, sign] for k, some in enumerate(signs) for sign in some]}) == 3
+    health = Health(SimpleNamespace(family="forward"), ["clip"], [], HealthConfig())
+    signs = [health.look({"canary/group_diversity": value}) for value in (0.5, 0.5, 0.5, 0.01, 0.01, 0.01)]
+    assert study_report.first_canary({"signs": [[k, sign] for k, some in enumerate(signs) for sign in some]}) == 6
 
 
 def test_every_arm_fits_its_rewards_and_has_the_weights_it_is_said_to_have(signals: ModuleType) -> None:
