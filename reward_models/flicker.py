@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.data import Prompt
+from flowgrpo.media import luma
 
 
 class Flicker:
@@ -35,8 +36,7 @@ class Flicker:
         """Scores (b,) of media (b, f, 3, h, w) in [0, 1]; the prompts are not used."""
         if media.shape[1] < 3:
             return torch.full((len(media),), torch.nan)
-        luma = (media * media.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(2)
-        block = min(self.block, *luma.shape[-2:])
-        blocks = torch.nn.functional.avg_pool2d(luma, block, ceil_mode=True)
+        block = min(self.block, *media.shape[-2:])
+        blocks = torch.nn.functional.avg_pool2d(luma(media), block, ceil_mode=True)
         come_and_gone = (blocks[:, 1:-1] - (blocks[:, :-2] + blocks[:, 2:]) / 2).abs()
         return (1 - self.gain * come_and_gone.flatten(1).mean(1)).clamp(min=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.data import Prompt
+from flowgrpo.media import luma
 
 Measure = Literal["amount", "objects", "camera", "smoothness", "direction"]
 TOP = 0.05  # the share of pixels that move most, which stand for the film
@@ -17,7 +18,6 @@ FITS = 10  # reweighted least squares for the camera
 MARGIN = 0.05  # of the shorter side: what comes in or leaves there spoils the flow beside it
 DIS_SIZE = 256  # pixels of the shorter side, to which smaller films are enlarged: its patches are some 8 wide
 RAFT_SIZE = 128  # pixels; RAFT needs as many, in multiples of 8
-LUMA = (0.299, 0.587, 0.114)
 
 
 class Motion:
@@ -141,7 +141,7 @@ def _dis() -> Callable[[Tensor], Tensor]:
         size = list(clip.shape[-2:])
         factor = max(1.0, DIS_SIZE / min(size))
         larger = [round(factor * side) for side in size]
-        grey = (clip.float().cpu() * torch.tensor(LUMA).view(3, 1, 1)).sum(1).clamp(0, 1)
+        grey = luma(clip.float().cpu()).clamp(0, 1)
         grey = torch.nn.functional.interpolate(grey[:, None], size=larger, mode="bilinear")[:, 0]
         frames = list((grey * 255).round().byte().numpy())
         found = [solver.calc(*pair, None) for pair in pairwise(frames)]  # type: ignore[call-overload]

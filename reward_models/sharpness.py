@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flowgrpo.data import Prompt
+from flowgrpo.media import luma
 
 
 class Sharpness:
@@ -26,7 +27,6 @@ class Sharpness:
         """Scores (b,) of media (b, f, 3, h, w) in [0, 1], of at least 3 x 3 pixels; the prompts are not used."""
         if min(media.shape[-2:]) < 3:
             raise ValueError(f"sharpness needs pictures of at least 3 x 3 pixels, got {media.shape[-2]} x {media.shape[-1]}")
-        red, green, blue = media.unbind(2)
-        y = 255 * (0.299 * red + 0.587 * green + 0.114 * blue)
+        y = 255 * luma(media)
         around = y[..., 1:-1, :-2] + y[..., 1:-1, 2:] + y[..., :-2, 1:-1] + y[..., 2:, 1:-1]
         return (around - 4 * y[..., 1:-1, 1:-1]).flatten(2).var(2, correction=0).mean(1)

@@ -11,7 +11,6 @@ halves; with `--prompts` the prompts are yours, else a few plain ones. `my_rewar
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ import yaml
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from flowgrpo.build import build_scorer
 from flowgrpo.calling import Caller, checked
 from flowgrpo.component import Component, Traits
+from flowgrpo.config import parse_rewards
 from flowgrpo.data import Prompt, load_prompts
 from flowgrpo.media import from_pil
 from flowgrpo.scoring import RANGE_SLACK, Scorer
-from flowgrpo.slots import call_checked, import_object
 
 WORD = "open"
 TEXTS = ("a red circle", "two blue squares above a green triangle", f'a sign that says "{WORD}"', "ein Hund im Schnee")
@@ -253,13 +253,8 @@ def case_of(model: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def load(use: str, settings: dict[str, Any], device: str) -> Callable[..., Any]:
-    """The model at an import path, made with these arguments. Raises ValueError as a config would."""
-    factory = import_object(use, "model")
-    if not inspect.isclass(factory):
-        return factory
-    if "device" in inspect.signature(factory).parameters:
-        settings = {"device": device, **settings}
-    return call_checked(factory, settings, "--args")
+    """The model at an import path, made with these arguments, as a config would. Raises ValueError as that does."""
+    return build_scorer(parse_rewards([{"name": "it", "use": use, "args": settings}]), device).components[0].model
 
 
 def main(argv: list[str]) -> int:

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowgrpo.media import check_media
+from flowgrpo.media import check_media, luma
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, of gamma-encoded red, green, blue
 BINS = 8  # a channel in the colour histogram
 EDGE = 0.1  # luminance step between neighbours that counts as an edge
 FLAT = 1e-24  # luminance variance that rounding leaves in a flat picture
@@ -21,7 +20,7 @@ FLAT = 1e-24  # luminance variance that rounding leaves in a flat picture
 
 def contrast(media: Float[Tensor, " b f 3 h w"]) -> Float[Tensor, " b"]:
     """Standard deviation of luminance over the pixels, in [0, 0.5]; 0 for a flat picture."""
-    return _mean_over_frames(media, lambda frames: _luminance(frames).std((-2, -1), correction=0))
+    return _mean_over_frames(media, lambda frames: luma(frames).std((-2, -1), correction=0))
 
 
 def colour_saturation(media: Float[Tensor, " b f 3 h w"]) -> Float[Tensor, " b"]:
@@ -115,10 +114,6 @@ def _mean_over_frames(media: Tensor, measure: Callable[[Tensor], Tensor]) -> Ten
     return values.masked_fill(failed, torch.nan).to(media.dtype)
 
 
-def _luminance(frames: Tensor) -> Tensor:
-    return torch.einsum("nchw,c->nhw", frames, frames.new_tensor(LUMA))
-
-
 def _colour_entropy(frames: Tensor) -> Tensor:
     red, green, blue = (frames * BINS).long().clamp(max=BINS - 1).flatten(-2).unbind(1)
     colours = (red * BINS + green) * BINS + blue
@@ -128,13 +123,13 @@ def _colour_entropy(frames: Tensor) -> Tensor:
 
 
 def _edge_density(frames: Tensor) -> Tensor:
-    y = _luminance(frames)
+    y = luma(frames)
     steps = torch.cat([y.diff(dim=1).flatten(1), y.diff(dim=2).flatten(1)], 1).abs()
     return (steps > EDGE).double().sum(1) / max(1, steps.shape[1])
 
 
 def _high_frequency(frames: Tensor) -> Tensor:
-    y = _luminance(frames)
+    y = luma(frames)
     energy = torch.fft.fft2(y - y.mean((-2, -1), keepdim=True), norm="ortho").abs().square()
     energy[:, 0, 0] = 0
     down, across = (torch.fft.fftfreq(n, dtype=y.dtype, device=y.device) for n in y.shape[-2:])

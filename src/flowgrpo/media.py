@@ -19,6 +19,7 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 TOLERANCE = 1e-3  # rounding in half precision may leave [0, 1] by this much
+LUMA = (0.299, 0.587, 0.114)
 MAX_NAME_BYTES = 255
 MAX_SLUG = 80
 GAP = 2  # pixels between the cells of a contact sheet
@@ -113,6 +114,11 @@ def to_uint8(frames: Tensor) -> UInt8[Tensor, " *f h w 3"]:
     if not frames.isfinite().all():
         raise ValueError("pixels must be finite to become 8-bit, got NaN or infinite ones; leave this sample out")
     return (frames.detach().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-3, -1).contiguous()
+
+
+def luma(frames: Float[Tensor, "*b 3 h w"]) -> Float[Tensor, "*b h w"]:
+    """Luminance of gamma-encoded red, green, blue by ITU-R BT.601, without a product that autocast would round."""
+    return (frames * frames.new_tensor(LUMA).view(3, 1, 1)).sum(-3)
 
 
 def as_shown(media: Float[Tensor, " b f 3 h w"]) -> Float[Tensor, " b f 3 h w"]:

@@ -123,43 +123,20 @@ def app_of(scorer: Scorer, token: str | None, limits: Limits | None = None) -> A
         from fastapi.responses import JSONResponse, PlainTextResponse
     except ImportError as error:
         raise ImportError("serving needs FastAPI and uvicorn: pip install 'flowgrpo[serve]'") from error
-    limits, counts = limits or Limits(), Counter[str]()
-    batcher = Batcher(scorer, limits)
+    service = Service(scorer, limits or Limits())
 
-    async def health(request: Request) -> Response:
-        rewards = {one.name: {"unit": one.traits.unit, "range": one.traits.range} for one in scorer.components}
-        return JSONResponse({"status": "ok", "version": flowgrpo.__version__, "rewards": rewards})
-
-    async def score(request: Request) -> Response:
-        if request.headers.get("content-type", "").split(";")[0].strip() != CONTENT_TYPE:
-            raise Refused(415, f"the content type must be {CONTENT_TYPE}, got {request.headers.get('content-type')!r}")
-        body = await _body(request, limits.max_bytes)
-        try:
-            media, prompts, rewards = await run_in_threadpool(unpacked, body)
-            columns = [scorer.names.index(name) for name in rewards or scorer.names]
-        except ValueError as error:
-            raise Refused(422, f"{error}; there are {', '.join(scorer.names)}") from error
-        try:
-            values = await asyncio.wrap_future(batcher.submit(media, prompts))
-        except ValueError as error:  # samples that a model cannot take, such as pictures where films are wanted
-            raise Refused(422, str(error)) from error
-        counts["samples"] += len(prompts)
-        return JSONResponse(scores_as_json([scorer.names[k] for k in columns], values[:, columns]))
-
-    async def metrics(request: Request) -> Response:
-        return PlainTextResponse(_metrics(scorer, counts))
-
-    def guarded(endpoint: Callable[[Request], Awaitable[Response]], secret: bool) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(answer: Callable[[Any], Awaitable[Any]], secret: bool) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
             try:
                 if secret:
                     _check_token(request.headers.get("authorization", ""), token)
-                response = await endpoint(request)
+                said = await answer(request)
+                response = PlainTextResponse(said) if isinstance(said, str) else JSONResponse(said)
             except Refused as refused:
                 response = JSONResponse({"error": str(refused)}, refused.status)
             except Exception as error:
                 response = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
-            counts[f"{request.url.path} {response.status_code}"] += 1
+            service.counts[f"{request.url.path} {response.status_code}"] += 1
             return response
 
         return serve
@@ -167,13 +144,54 @@ def app_of(scorer: Scorer, token: str | None, limits: Limits | None = None) -> A
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
-        await run_in_threadpool(batcher.close)
+        await run_in_threadpool(service.batcher.close)
 
     app = FastAPI(title="flowgrpo rewards", version=flowgrpo.__version__, lifespan=lifespan)
-    app.add_api_route("/health", guarded(health, False))
-    app.add_api_route("/score", guarded(score, True), methods=["POST"])
-    app.add_api_route("/metrics", guarded(metrics, True))
+    app.add_api_route("/health", guarded(service.health, False))
+    app.add_api_route("/score", guarded(service.score, True), methods=["POST"])
+    app.add_api_route("/metrics", guarded(service.metrics, True))
     return app
+
+
+class Service:
+    """What the server answers: JSON, or a text. Raises Refused."""
+
+    def __init__(self, scorer: Scorer, limits: Limits) -> None:
+        self.scorer, self.limits, self.counts = scorer, limits, Counter[str]()
+        self.batcher = Batcher(scorer, limits)
+
+    async def health(self, _: Any) -> dict[str, Any]:
+        """That it is there, and what it serves."""
+        rewards = {one.name: {"unit": one.traits.unit, "range": one.traits.range} for one in self.scorer.components}
+        return {"status": "ok", "version": flowgrpo.__version__, "rewards": rewards}
+
+    async def score(self, request: Any) -> dict[str, Any]:
+        """The scores of what was sent."""
+        if request.headers.get("content-type", "").split(";")[0].strip() != CONTENT_TYPE:
+            raise Refused(415, f"the content type must be {CONTENT_TYPE}, got {request.headers.get('content-type')!r}")
+        body, names = await _body(request, self.limits.max_bytes), self.scorer.names
+        try:
+            media, prompts, rewards = await asyncio.to_thread(unpacked, body)
+            columns = [names.index(name) for name in rewards or names]
+        except ValueError as error:
+            raise Refused(422, f"{error}; there are {', '.join(names)}") from error
+        try:
+            values = await asyncio.wrap_future(self.batcher.submit(media, prompts))
+        except ValueError as error:  # samples that a model cannot take, such as pictures where films are wanted
+            raise Refused(422, str(error)) from error
+        self.counts["samples"] += len(prompts)
+        return scores_as_json([names[k] for k in columns], values[:, columns])
+
+    async def metrics(self, _: Any) -> str:
+        """Counters in Prometheus' text format."""
+        lines = []
+        for name, count in sorted(self.counts.items()):
+            path, _, status = name.partition(" ")
+            labels = f'{{path={json.dumps(path)},status="{status}"}}'
+            lines.append(f"flowgrpo_requests_total{labels} {count}" if status else f"flowgrpo_samples_total {count}")
+        for kind, by_name in (("seconds", self.scorer.seconds), ("missing", self.scorer.missing)):
+            lines += [f"flowgrpo_reward_{kind}_total{{reward={json.dumps(name)}}} {n:g}" for name, n in by_name.items()]
+        return "\n".join(lines) + "\n"
 
 
 def _check_token(header: str, token: str | None) -> None:
@@ -196,15 +214,3 @@ async def _body(request: Any, max_bytes: int) -> bytes:
             raise Refused(413, f"a request may have {max_bytes} bytes, this one has more; send fewer samples at once")
         parts.append(part)
     return b"".join(parts)
-
-
-def _metrics(scorer: Scorer, counts: Counter[str]) -> str:
-    """Counters in Prometheus' text format."""
-    lines = []
-    for name, count in sorted(counts.items()):
-        path, _, status = name.partition(" ")
-        label = f'flowgrpo_requests_total{{path={json.dumps(path)},status="{status}"}}' if status else "flowgrpo_samples_total"
-        lines.append(f"{label} {count}")
-    for kind, by_name in (("seconds", scorer.seconds), ("missing", scorer.missing)):
-        lines += [f"flowgrpo_reward_{kind}_total{{reward={json.dumps(name)}}} {value:g}" for name, value in by_name.items()]
-    return "\n".join(lines) + "\n"
